@@ -4,14 +4,14 @@ that lies; the cluster key does."""
 from collections.abc import Sequence
 
 from baton.cluster.errors import BatonError, Reason
-from baton.engine.core.kvcache import DIGEST_BYTES, KvPool, Pool
+from baton.engine.core.kvcache import DIGEST_BYTES, Pool
 
 INLINE_BYTES = 4 << 20  # digested in well under a millisecond; more would block the event loop for too long
 
 
 def at_once(pool: Pool, blocks: int) -> bool:
     """Whether so many blocks are digested so quickly that the event loop may do it. A device always makes its caller wait."""
-    return isinstance(pool, KvPool) and blocks * pool.layout.block_bytes <= INLINE_BYTES
+    return not pool.waits and blocks * pool.layout.block_bytes <= INLINE_BYTES
 
 
 def mismatches(pool: Pool, block_ids: Sequence[int], expected: bytes) -> list[int]:

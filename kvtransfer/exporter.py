@@ -161,8 +161,12 @@ class Exporter:
     async def digest(self, block_ids: Sequence[int]) -> bytes:
         """Returns DIGEST_BYTES for each block. Computes in a thread where the event loop would be blocked for too long."""
         if at_once(self.pool, len(block_ids)):
-            return self.pool.digests(block_ids)
-        return await asyncio.to_thread(self.pool.digests, block_ids)
+            return self._offer(block_ids)
+        return await asyncio.to_thread(self._offer, block_ids)
+
+    def _offer(self, block_ids: Sequence[int]) -> bytes:
+        self.pool.expose(block_ids)
+        return self.pool.digests(block_ids)
 
     def handshake(self, theirs: KvLayout) -> None:
         """Raises BatonError(HANDSHAKE_MISMATCH) naming the field in which a reader's KV differs from ours."""

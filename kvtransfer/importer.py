@@ -346,6 +346,7 @@ class Fetch:
         if importer.checks.lease and left <= 0:
             raise BatonError(Reason.LEASE_EXPIRED, f"lease {handle.lease_id} of {handle.worker} ended before the read began")
         importer.transport.read(name, remote, local, min(importer.read_timeout_s, max(0.001, left * 0.9)))
+        importer.pool.take_in(local)  # in this thread: until it ends, the blocks are not settled
         if importer.checks.lease and self._now() > self._alive_until:
             raise BatonError(Reason.LEASE_EXPIRED, f"the read outlasted lease {handle.lease_id} of {handle.worker}")
 

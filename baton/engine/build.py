@@ -139,7 +139,7 @@ def _warm_up(runner: Any, options: Options, longest: int) -> None:
     warm_up(runner, tokens)
     if options.engine.device != "cpu":
         warm_up(runner, min(tokens, ODD_TOKENS))
-        runner.warm_up_copies()
+        runner.pool.warm_up()
 
 
 def warm_up(runner: Runner, tokens: int) -> None:

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from host_pool import on_host
+from host_pool import carry
 
 from baton.engine.core.block_key import root_key
 from baton.engine.core.contract import CacheEvent, Facts, Listener, ServingEngine
@@ -66,10 +66,9 @@ class Bench:
 
     def copy(self, holder: Sequence, reader: Sequence, into: "Bench | None" = None) -> None:
         """As a transport would: into the reserved blocks that are not there yet, of this engine or another."""
-        source, target = on_host(self.engine.pool), on_host((into or self).engine.pool)
         first = reader.computed // BLOCK
-        for theirs, ours in zip(holder.blocks[first:], reader.blocks[first:], strict=False):
-            target.block(ours)[:] = source.block(theirs)
+        pairs = list(zip(holder.blocks[first:], reader.blocks[first:], strict=False))
+        carry(self.engine.pool, [theirs for theirs, _ in pairs], (into or self).engine.pool, [ours for _, ours in pairs])
 
     async def quiet(self) -> Facts:
         """Waits until nothing of any sequence is left."""

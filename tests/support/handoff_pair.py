@@ -248,10 +248,12 @@ async def pair(
     tracer: Tracer | None = None,
     chunk: int = 64,
     live: bool = True,
+    engines: tuple[Engine, Engine] | None = None,
 ) -> AsyncIterator[Pair]:
+    """`engines`: of the prefill and the decode worker, instead of toys on a CPU."""
     failures: list[BaseException] = []
     clock = Clock()
-    engines = toy_engine(64, chunk), toy_engine(decode_blocks, chunk, decode_layout)
+    engines = engines or (toy_engine(64, chunk), toy_engine(decode_blocks, chunk, decode_layout))
     book, tracer = Book("decode", "decode-0"), tracer or Tracer()
     prefill = PrefillWorker(BLOCK, tracer, live)
     decode = DecodeWorker("decode-0", BLOCK, on_failure, book, tracer)

@@ -1,6 +1,7 @@
 """A toy that computes each step as late as it can: when its result is read. So a block that leaves too early is written to afterwards,
 and a token that is not known yet does not exist anywhere."""
 
+import threading
 from collections import deque
 from collections.abc import Sequence as Seq
 
@@ -12,6 +13,38 @@ from baton.engine.core.toy import ToyRunner
 from baton.engine.gpu.overlap import UNKNOWN, OverlapEngine, Pending, StepResult
 
 
+class LatePool(KvPool):
+    """Host memory that stands for a device's, as `baton.engine.gpu.staged_pool` does. While `bus` is not set, what crosses it waits."""
+
+    waits = True
+
+    def __init__(self, device: KvPool) -> None:
+        super().__init__(device.layout, device.num_blocks)
+        self._device = device
+        self.bus = threading.Event()
+        self.bus.set()
+        self.waiting = 0
+        self.damages = False  # a bit, on the way in
+
+    def expose(self, blocks: Seq[int]) -> None:
+        self._cross()
+        self.array[blocks] = self._device.array[blocks]
+
+    def take_in(self, blocks: Seq[int]) -> None:
+        self._cross()
+        self._device.array[blocks] = self.array[blocks]
+        if self.damages:
+            self._device.flip(blocks[-1])
+
+    def digests(self, blocks: Seq[int]) -> bytes:
+        return self._device.digests(blocks)
+
+    def _cross(self) -> None:
+        self.waiting += 1
+        assert self.bus.wait(60)
+        self.waiting -= 1
+
+
 class LateToy(ToyRunner):
     """Computes a step only when its result is read. Like a device, it remembers the last token that each sequence sampled."""
 
@@ -19,7 +52,7 @@ class LateToy(ToyRunner):
         super().__init__(config, "toy", block_size)
         self.device = KvPool(self.layout, blocks)
         self.attach(self.device)
-        self.pool = KvPool(self.layout, blocks)  # in host memory
+        self.pool = LatePool(self.device)  # in host memory
         self.last: dict[str, int] = {}
         self.queue: deque[LateStep] = deque()
         self.poisoned: set[str] = set()  # sequences whose logits are not finite
@@ -36,12 +69,6 @@ class LateToy(ToyRunner):
             self.queue[-1].copies.append((source, target))
         else:
             self.device.array[target] = self.device.array[source]
-
-    def to_host(self, blocks: Seq[int]) -> None:
-        self.pool.array[blocks] = self.device.array[blocks]
-
-    def to_device(self, blocks: Seq[int]) -> None:
-        self.device.array[blocks] = self.pool.array[blocks]
 
 
 class LateStep:

@@ -81,14 +81,24 @@ class KvLayout:
 
 
 class Pool(Protocol):
-    """The memory that peers read and that fetched KV is copied into: `KvPool` on the host, `baton.engine.gpu.pool.DevicePool` on a GPU."""
+    """The memory that peers read and that fetched KV is copied into: `KvPool` on the host; on a GPU
+    `baton.engine.gpu.pool.DevicePool`, or `baton.engine.gpu.staged_pool.StagedPool` where the host has to carry it."""
 
     layout: KvLayout
     num_blocks: int
     read_bytes: int  # size of one read of a fetch: its digests are compared while the next one is under way
+    waits: bool  # whether `digests` waits for a device
 
     @property
     def nbytes(self) -> int: ...
+
+    def expose(self, blocks: Sequence[int]) -> None:
+        """Lets transports read what the engine has written into these blocks. Thread-safe; may wait."""
+        ...
+
+    def take_in(self, blocks: Sequence[int]) -> None:
+        """Lets the engine, and `digests`, find what a transport has written into these blocks. Thread-safe; may wait."""
+        ...
 
     def digests(self, blocks: Sequence[int]) -> bytes:
         """DIGEST_BYTES for each block, in order. Which digest, depends on the memory alone: peers have pools of the same kind. Thread-safe;
@@ -107,6 +117,7 @@ class KvPool:
     """
 
     read_bytes = 8 << 20
+    waits = False
 
     def __init__(self, layout: KvLayout, num_blocks: int, memory: mmap.mmap | None = None) -> None:
         if num_blocks < 1:
@@ -115,9 +126,9 @@ class KvPool:
         self.num_blocks = num_blocks
         # Private and anonymous: shared mappings get no huge pages by default. Pages are allocated at their first touch.
         memory = memory or mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory = in_huge_pages(memory)
+        self.memory = in_huge_pages(memory)
         # uint8 [num_blocks, block_bytes]
-        self.array = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_blocks, layout.block_bytes)
+        self.array = np.frombuffer(self.memory, dtype=np.uint8).reshape(num_blocks, layout.block_bytes)
 
     @property
     def address(self) -> int:
@@ -131,6 +142,12 @@ class KvPool:
     def block(self, index: int) -> memoryview:
         """Writable bytes of one block."""
         return memoryview(self.array[index])
+
+    def expose(self, blocks: Sequence[int]) -> None:
+        """The engine computes in the same memory."""
+
+    def take_in(self, blocks: Sequence[int]) -> None:
+        """The engine computes in the same memory."""
 
     def digests(self, blocks: Sequence[int]) -> bytes:
         """XXH3-128: it detects accidents at memory speed."""

@@ -16,9 +16,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from baton.engine.cpu.amx import CHUNK, DOT, ROWS, SUMS, TILE, Rows, W, X, begin_tiles, bytes_of, end_tiles, lay_row, number, on_tile
-from baton.engine.cpu.int8 import round_row
 from baton.engine.cpu.kernel import body
-from baton.engine.cpu.primitives import LINE, fetch, from_line, in_parts, part_of
+from baton.engine.cpu.primitives import LINE, fetch, from_line, in_parts, part_of, round_row
 from baton.engine.cpu.tile import (
     ADDED,
     FLOATS,
@@ -239,7 +238,7 @@ def multiply_tiles(x, weights, bias, out, rows, width, outs):
 
 @body
 def multiply_tiles_int8(x, weights, beside, out, rows, width, outs):
-    """Same as `baton.engine.cpu.panels.multiply_rows_int8`, for rows of whole lines of int8."""
+    """Same as `baton.engine.cpu.int8.multiply_rows_int8`, for rows of whole lines of int8."""
     (scales, zeros, bias), (begin, end, first, last) = beside, part_of(rows, ROWS, CHUNK, -(-outs // OUTS))
     size, lines = in_parts(end - begin, ROWS, min(CHUNK, CHUNK_BYTES // width)), width // LINE
     laid, sums = from_line(np.empty(size * width + LINE, np.uint8)), from_line(np.empty(size * OUTS + LINE, np.int32))

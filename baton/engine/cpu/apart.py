@@ -11,30 +11,33 @@ import subprocess
 import sys
 import threading
 from functools import cache
+from importlib import import_module
 
 from baton.engine.core.progress import Step, tell
-from baton.engine.cpu.kernel_cache import OWN, place_of
+from baton.engine.cpu.kernel_cache import ALL, OWN, Place, place_of
 
 log = logging.getLogger(__name__)
 APART = "BATON_KERNELS_APART"  # set in the process that compiles
 WITHIN_S = 1200.0  # for all kernels, on a slow and busy machine
 PROGRAM = """
-import json
+import json, sys
 from dataclasses import astuple
 from baton.engine.core.progress import told_to
+from baton.engine.cpu.apart import compile_here
 with told_to(lambda step: print(json.dumps(astuple(step)), flush=True)):
-    import baton.engine.cpu.compiled_ops
+    compile_here(sys.argv[1])
 """
 
 
 @cache
-def compile_apart() -> None:
-    """Returns when all kernels are on the disk, or cannot be compiled: then this process fails to compile them, too, and says why."""
-    place = place_of(OWN)
+def compile_apart(group: str) -> None:
+    """Returns when all kernels of a group are on the disk, or cannot be compiled: then this process fails to compile them, too, and says
+    why."""
+    place = _place(group)
     if place is None or place.complete or os.environ.get(APART):
         return
     env = {**os.environ, APART: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, group], env=env, stdout=subprocess.PIPE, text=True) as child:
         late = threading.Timer(WITHIN_S, child.kill)
         late.start()
         try:
@@ -45,3 +48,15 @@ def compile_apart() -> None:
             late.cancel()
     if child.returncode:
         log.warning("the process that compiles kernels ended with status %d", child.returncode)
+
+
+def compile_here(*groups: str) -> None:
+    """Has this process compile what is missing of some groups: for an image, all of them."""
+    for group in groups:
+        import_module(f"baton.engine.cpu.{'compiled_ops' if group == ALL else group}")
+        if (place := _place(group)) is not None:
+            place.finish()
+
+
+def _place(group: str) -> Place | None:
+    return place_of(OWN if group == ALL else OWN.with_name(f"{group}.py"))

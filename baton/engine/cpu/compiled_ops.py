@@ -1,6 +1,7 @@
 """The operations of a layer on compiled kernels.
 
-Importing this module compiles them, which takes seconds, or loads what an earlier process compiled. The import fails if Numba cannot
+Importing this module compiles them, which takes seconds, or loads what an earlier process compiled; the kernels of experts, int8 and int4
+are compiled when the first model that needs them is loaded. The import fails if Numba cannot
 compile for this processor, or if torch's threads are not GNU's OpenMP; `baton.engine.choice.choose_ops` then keeps plain torch.
 """
 
@@ -9,19 +10,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.engine.cpu import amx, experts, int4, int8, panels, pointwise, products
+from baton.engine.cpu import amx, panels, pointwise, products
 from baton.engine.cpu.decode_attention import attend_in_place, store
 from baton.engine.cpu.draw import draw
 from baton.engine.cpu.features import target
-from baton.engine.cpu.kernel_cache import OWN, place_of
 from baton.engine.cpu.span_attention import attend_span
 from baton.engine.model import onednn
 from baton.engine.model.attention import Kernels
 from baton.engine.model.checkpoint import ExpertConfig
 from baton.engine.model.ops import Each, Multiply, Ops
 
-if (place := place_of(OWN)) is not None:
-    place.finish()
 ATTENTION = Kernels(attend_in_place, attend_span, store)
 
 
@@ -80,6 +78,8 @@ class CompiledOps(Ops):
         return None
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        from baton.engine.cpu import int8
+
         x = x.contiguous()
         out, steps = torch.empty_like(x, dtype=torch.uint8), x.new_empty(len(x), dtype=torch.float32)
         int8.quantize(x, out, steps)
@@ -89,9 +89,13 @@ class CompiledOps(Ops):
         return panels.multiplier(matrix, bias) if self._takes(matrix) else super().multiplier(matrix, bias)
 
     def int8_multiplier(self, matrix: Tensor, steps: Tensor, bias: Tensor | None) -> Multiply:
-        return panels.int8_multiplier(matrix, steps, bias) if self._takes(matrix) else super().int8_multiplier(matrix, steps, bias)
+        from baton.engine.cpu import int8
+
+        return int8.multiplier(matrix, steps, bias) if self._takes(matrix) else super().int8_multiplier(matrix, steps, bias)
 
     def int4_multiplier(self, matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Multiply:
+        from baton.engine.cpu import int4
+
         return int4.multiplier(matrix, scales, bias)
 
     def _takes(self, matrix: Tensor) -> bool:
@@ -115,6 +119,8 @@ class CompiledOps(Ops):
     def per_head(self, matrices: Tensor) -> Multiply:
         if not self._takes(matrices[0]):
             return super().per_head(matrices)
+        from baton.engine.cpu import experts
+
         heads, outs, _ = matrices.shape
         each = experts.Each([panels.multiplier(head.contiguous(), None) for head in matrices])
         return lambda x: each(x.flatten(0, 1)).view(len(x), heads, outs)
@@ -125,20 +131,28 @@ class CompiledOps(Ops):
         return out
 
     def each(self, products: Sequence[Multiply]) -> Each | None:
+        from baton.engine.cpu import experts
+
         return experts.each(products)
 
     def route(self, logits: Tensor, bias: Tensor | None, config: ExpertConfig) -> tuple[Tensor, Tensor]:
+        from baton.engine.cpu import experts
+
         c, size = config, (len(logits), config.chosen)
         shares, ids = logits.new_empty(size), logits.new_empty(size, dtype=torch.int64)
         experts.route(logits, bias, shares, ids, c.sigmoid, c.groups, c.open_groups, c.normalised, c.scale)
         return shares, ids
 
     def combine(self, y: Tensor, shares: Tensor, more: Tensor | None) -> Tensor:
+        from baton.engine.cpu import experts
+
         out = y.new_empty(len(shares), y.shape[1])
         experts.combine(y, shares, more, out)
         return out
 
     def dequantize(self, products: Tensor, steps: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        from baton.engine.cpu import int8
+
         out = products if dtype == torch.float32 else torch.empty_like(products, dtype=dtype)
         int8.dequantize(products, steps, bias, out)
         return out

@@ -21,6 +21,7 @@ import logging
 import struct
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,14 +37,14 @@ from torch import Tensor
 from baton.engine.core.progress import Step, tell
 from baton.engine.cpu import primitives
 from baton.engine.cpu.apart import compile_apart
-from baton.engine.cpu.kernel_cache import HERE, VARIABLE, place_of
+from baton.engine.cpu.kernel_cache import ALL, HERE, VARIABLE, group_of, place_of
 
 log = logging.getLogger(__name__)
 
 C_FUNCTION = types.void(types.CPointer(types.int64))
 SHARED_FROM = 1 << 16  # numbers to compute; for fewer, waking the other threads costs more than they save
-KERNELS = 24  # that the engine has
-_numbers = itertools.count(1)  # of the kernels that this process has made
+KERNELS = {ALL: 14, "experts": 5, "int4": 1, "int8": 3}  # that each group has
+_numbers = defaultdict[str, "itertools.count[int]"](lambda: itertools.count(1))  # group → of its kernels that this process has made
 
 
 body = njit(error_model="numpy")  # what several kernels share, compiled as they are
@@ -201,16 +202,16 @@ def c_function(function: Callable[[Any], None]) -> Any:
     """Compiles `function`, or loads what some process compiled before."""
     file = Path(function.__code__.co_filename)
     if file.parent == HERE:
-        compile_apart()
-    place = place_of(file)
-    number = next(_numbers)
+        compile_apart(group_of(file))
+    place, group = place_of(file), group_of(file)
+    number = next(_numbers[group])
     if place is None:
-        if number == 1:
+        if number == 1 and group == ALL:
             log.warning("compiled kernels can be kept nowhere, so every start compiles them; set %s to a writable folder", VARIABLE)
-        tell(Step("compiling kernels", number, KERNELS))
+        tell(Step("compiling kernels", number, KERNELS[group]))
         return cfunc(C_FUNCTION)(function)
     if not place.complete:
-        tell(Step("compiling kernels", number, KERNELS))
+        tell(Step("compiling kernels", number, KERNELS[group]))
     with place.alone():
         return cfunc(C_FUNCTION, cache=True)(place.moved(function))
 

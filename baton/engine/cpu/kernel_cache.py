@@ -3,7 +3,7 @@ one process at a time compiles what is missing.
 
     ROOT/KEY/panels.py      stands for the file of the same name in this folder
     ROOT/KEY/__pycache__/   what Numba keeps beside it
-    ROOT/KEY/complete       all kernels of the engine are there, so nobody needs the lock
+    ROOT/KEY/complete-all   all kernels that every model needs are there, so nobody needs the lock for them; likewise complete-int4 …
     ROOT/KEY/lock           held by the process that compiles
 
 Numba knows a kernel by the path of the file that defines it, and would compile again in every checkout. So a kernel is given, in place of
@@ -33,6 +33,8 @@ from baton.engine.cpu.features import FEATURES, compiler, target
 VARIABLE = "BATON_KERNEL_CACHE"  # names the root
 HERE = Path(__file__).parent
 OWN = Path(__file__)  # has the key of every file of this folder
+GROUPS = "experts", "int4", "int8"  # files whose kernels only some models need; the others belong to ALL
+ALL = "all"
 MOST_KEYS = 16  # the folders of older keys are removed, those last used first
 WITHIN_S = 300.0  # for another process to compile one kernel; then this one compiles it, too
 LOOK_S = 0.05
@@ -45,10 +47,15 @@ class Place:
 
     folder: Path
     file: Path  # stands for that file
+    group: str  # of kernels that are compiled together
 
     @property
     def complete(self) -> bool:
-        return (self.folder / "complete").exists()
+        return self._mark.exists()
+
+    @property
+    def _mark(self) -> Path:
+        return self.folder / f"complete-{self.group}"
 
     def moved(self, function: Callable[..., Any]) -> Any:
         """The same function, as if this place's file defined it."""
@@ -69,9 +76,9 @@ class Place:
             yield  # closing the file ends the lock, and so does the end of this process
 
     def finish(self) -> None:
-        """All kernels of the engine are there."""
+        """All kernels of the group are there."""
         with suppress(OSError):
-            (self.folder / "complete").touch()
+            self._mark.touch()
 
 
 @contextmanager
@@ -123,7 +130,11 @@ def place_of(file: Path) -> Place | None:
             os.replace(whole.name, stand_in)
     except OSError:
         return None
-    return Place(folder, stand_in)
+    return Place(folder, stand_in, group_of(file))
+
+
+def group_of(file: Path) -> str:
+    return file.stem if file.parent == HERE and file.stem in GROUPS else ALL
 
 
 def _forget_old(top: Path) -> None:

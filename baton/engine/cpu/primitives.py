@@ -237,3 +237,21 @@ def part_of(rows, tile, many, panels):
         return 0, rows, first, last
     first, last = share(-(-rows // tile))
     return first * tile, min(last * tile, rows), 0, panels
+
+
+STEPS, SMALLEST = np.float32(127), np.finfo(np.float32).tiny
+
+
+@njit(error_model="numpy")
+def round_row(values, added, rounded):
+    """Rounds to int8, with `added` added, which may make it unsigned. Returns the step."""
+    greatest = np.uint32(0)
+    for i in range(len(values)):
+        greatest = max(greatest, magnitude(wide(values[i])))
+    step = np.uint32(greatest).view(np.float32) / STEPS
+    step = step if step > SMALLEST or step != step else SMALLEST
+    inverse = ONE / step  # one division, instead of one for every number
+    for i in range(len(values)):
+        nearest = np.float32(wide(values[i]) * inverse + ROUND)
+        rounded[i] = np.uint8(nearest.view(np.uint32) + np.uint32(added))
+    return step

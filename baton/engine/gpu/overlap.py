@@ -19,11 +19,8 @@ This has further consequences:
 - **Preemption waits for the step in flight.** If the pool lacks a block for a decode, that step is read before anything is scheduled:
   then nothing is parked, and no sequence with an unknown token goes to the queue.
 
-The pool of such an engine may be on a device. What is held is copied to the pool's host memory, where transports read it, and what is
-adopted is copied from there: `to_host`, `to_device`.
-
-A token reaches its reader as early as without overlap: when its step has ended. A new sequence starts one step later. What is held is an
-exception: its KV is copied to the host behind the next step on the same stream, so its first token comes one step late.
+A token reaches its reader as early as without overlap: when its step has ended. A new sequence starts one step later. That the pool may be
+on a device concerns only those who read and fill its blocks (`Pool.expose`, `Pool.take_in`), in threads of their own.
 """
 
 from collections.abc import Sequence as Seq
@@ -34,7 +31,7 @@ from baton.engine.core.blocks import BlockPool
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner, Tokens
 from baton.engine.core.scheduler import Limits, Propose, Scheduler
-from baton.engine.core.sequence import Sequence, State
+from baton.engine.core.sequence import Sequence
 
 UNKNOWN = -1
 
@@ -60,14 +57,6 @@ class OverlapRunner(Runner, Protocol):
 
     def submit(self, batch: Seq[Chunk]) -> Pending:
         """Begins what `run` does. Steps are computed in order. `UNKNOWN` stands for the token that the previous step sampled."""
-        ...
-
-    def to_host(self, blocks: Seq[int]) -> None:
-        """Copies these blocks to `pool`, where transports find what the steps read so far have written."""
-        ...
-
-    def to_device(self, blocks: Seq[int]) -> None:
-        """Copies these blocks from `pool`, so that steps submitted from now on find what a transport put there."""
         ...
 
 
@@ -132,27 +121,6 @@ class OverlapEngine(Engine):
             if flight is not None and chunk.seq not in flight.gone:
                 self._book(chunk)
         return outputs
-
-    def arrive(self, seq: Sequence, end: int) -> None:
-        self.runner.to_device(seq.blocks[seq.sealed : self._blocks_of(end)])
-        super().arrive(seq, end)
-
-    def pin(self, keys: Seq[bytes]) -> list[int]:
-        blocks = super().pin(keys)
-        self.runner.to_host(blocks)
-        return blocks
-
-    def _land_chunk(self, chunk: Chunk, tokens: Tokens) -> list[Output]:
-        seq, before = chunk.seq, chunk.seq.computed
-        outputs = super()._land_chunk(chunk, tokens)
-        if seq.hold and seq.state is not State.DONE:
-            # The block that an earlier chunk began may be full only now. What the cache held at the start was never copied to the host.
-            first = 0 if before == seq.began else before // self.block_size
-            self.runner.to_host(seq.blocks[first : self._blocks_of(seq.computed)])
-        return outputs
-
-    def _blocks_of(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
 
     def _land(self, following: Flight | None) -> list[Output]:
         """Reads the step in flight, if there is one; `following` has been submitted after it."""

@@ -21,6 +21,7 @@ class DevicePool:
     """
 
     read_bytes = 256 << 20
+    waits = True
 
     def __init__(self, layout: KvLayout, tensor: Tensor) -> None:
         self.layout = layout
@@ -32,6 +33,12 @@ class DevicePool:
     @property
     def nbytes(self) -> int:
         return self.num_blocks * self.layout.block_bytes
+
+    def expose(self, blocks: Sequence[int]) -> None:
+        """Peers read the device's memory itself."""
+
+    def take_in(self, blocks: Sequence[int]) -> None:
+        """Copies end in the device's memory."""
 
     def digests(self, blocks: Sequence[int]) -> bytes:
         """Those of `baton.engine.gpu.triton_blocks`, computed where the bytes are."""

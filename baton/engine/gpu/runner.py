@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +20,10 @@ from baton.engine.gpu.attention import DeviceAttention
 from baton.engine.gpu.choice import installed, make_attention
 from baton.engine.gpu.device import Mark
 from baton.engine.gpu.graphs import Captures, Graphs, ladder, uncaptured
-from baton.engine.gpu.inputs import Capacity, Inputs, Ints, Seat, Step
+from baton.engine.gpu.inputs import Capacity, Inputs, Seat, Step
 from baton.engine.gpu.overlap import StepResult
 from baton.engine.gpu.sampler import Draw, Pick, Sampler, answers, pick_plainly
+from baton.engine.gpu.staged_pool import StagedPool
 from baton.engine.model.kv_views import DTYPES
 from baton.engine.model.moe import Mixture, SeparateExperts
 from baton.engine.model.transformer import Transformer
@@ -31,8 +31,6 @@ from baton.engine.runner import ModelRunner
 
 if TYPE_CHECKING:
     from baton.engine.gpu.pool import DevicePool
-
-STAGED_BLOCKS = 64  # copied over the bus at a time
 
 
 class DevicePending:
@@ -60,7 +58,7 @@ class DevicePending:
 class GpuRunner(ModelRunner):
     """A `ModelRunner` that can `submit`. It is loaded as one; `attach` takes what a device needs in addition to a pool."""
 
-    pool: "KvPool | DevicePool"  # type: ignore[assignment]  # wider than a runner's on a CPU
+    pool: "StagedPool | DevicePool"  # type: ignore[assignment]  # wider than a runner's on a CPU
 
     def attach(
         self,
@@ -74,9 +72,8 @@ class GpuRunner(ModelRunner):
         """Lays out the pool on the device, or uses `tensor`, `[num_blocks + 1, *block_shape]`: the last block is scratch.
 
         `capacity` bounds every batch. `backend`: see `baton.engine.gpu.choice`. `graph_sizes`: batch sizes for which decode steps are
-        captured, if possible; None: a ladder up to the capacity. `direct`: peers read and write the device's memory itself, so nothing is
-        copied to and from `pool`. Raises ValueError for a pool of another layout and for a backend
-        that is not available.
+        captured, if possible; None: a ladder up to the capacity. `direct`: peers read and write the device's memory itself,
+        and nothing crosses the bus. Raises ValueError for a pool of another layout and for a backend that is not available.
         """
         if difference := self.layout.difference(pool.layout):
             raise ValueError(f"the pool does not fit the model: {difference}")
@@ -88,7 +85,7 @@ class GpuRunner(ModelRunner):
         if tensor is None:
             tensor = torch.zeros(shape, dtype=DTYPES[self.layout.dtype], device=self.device)
         self.blocks = tensor.view(shape)
-        self.pool = self._direct() if direct else pool
+        self.pool = self._direct() if direct else StagedPool(pool, self.blocks)
         self._inputs = Inputs(capacity, self.layout.block_size, pool.num_blocks, self.device)
         self._sampler = Sampler(self.eos_token_ids, capacity.max_num_seqs, self.device, _pick(self.device))
         config = self.model.config
@@ -132,38 +129,6 @@ class GpuRunner(ModelRunner):
     def copy(self, source: int, target: int) -> None:
         """Copies on the stream of the steps, so behind those that were submitted."""
         self.blocks[target].copy_(self.blocks[source])
-
-    def to_host(self, blocks: Seq[int]) -> None:
-        """Copies blocks of the device into `pool`, from where they are exported. Waits for the copy; the blocks must have been written
-        (`Pending.result`)."""
-        if isinstance(self.pool, KvPool):
-            for part in self._parts(blocks):
-                self._staging.begin_out(part)
-                self._staging.wait()
-                self.pool.array[part] = self._staging.host[: len(part)].numpy()
-
-    def to_device(self, blocks: Seq[int]) -> None:
-        """Copies blocks of `pool`, into which they were imported, to the device. Steps that are submitted later find them there."""
-        if isinstance(self.pool, KvPool):
-            for part in self._parts(blocks):
-                self._staging.wait()
-                self._staging.host[: len(part)].numpy()[:] = self.pool.array[part]
-                self._staging.begin_in(part)
-
-    def warm_up_copies(self) -> None:
-        """The kernels that move KV are compiled at their first call, which should not be a request's. No record refers to block 0 yet."""
-        if isinstance(self.pool, KvPool):
-            self.to_host([0])
-            self.to_device([0])
-        else:
-            self.pool.warm_up()
-
-    def _parts(self, blocks: Seq[int]) -> list[Ints]:
-        if not hasattr(self, "_staging"):
-            from baton.engine.gpu.staging import Staging
-
-            self._staging = Staging(self.blocks, STAGED_BLOCKS)
-        return [np.array(blocks[i : i + STAGED_BLOCKS]) for i in range(0, len(blocks), STAGED_BLOCKS)]
 
     @torch.inference_mode()
     def run_logits(self, batch: Seq[Chunk]) -> Tensor:

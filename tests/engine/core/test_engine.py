@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from host_pool import on_host
+from host_pool import carry, on_host
 
 from baton.engine.core.block_key import root_key
 from baton.engine.core.engine import Engine, Malformed, QueueFull, TooLong
@@ -115,8 +115,8 @@ def test_full_reservation_never_preempts() -> None:
 
 
 def copy_blocks(source: Engine, target: Engine, src: list[int], dst: list[int]) -> None:
-    for a, b in zip(src, dst, strict=True):
-        on_host(target.runner.pool).block(b)[:] = on_host(source.runner.pool).block(a)
+    assert len(src) == len(dst)
+    carry(source.runner.pool, src, target.runner.pool, dst)
 
 
 def hand_over(prefill: Engine, decode: Engine, seq: Sequence, *, copy: bool = True) -> Sequence:

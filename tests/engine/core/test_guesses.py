@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from host_pool import on_host
+from host_pool import carry, on_host
 from late_toy import LateEngine, LateToy
 
 from baton.engine.core.block_key import root_key
@@ -154,7 +154,7 @@ def test_handed_over_and_resumed_streams_equal_the_oracle(right: float, known: i
     assert held.output_len == known + 1 and prefill.counts.drafted_tokens == 0
     seq = sequence("a", list(held.tokens), prompt_len=len(prompt), max_tokens=25)
     assert decode.reserve(seq)
-    on_host(decode.runner.pool).array[seq.blocks[: len(held.blocks)]] = on_host(prefill.runner.pool).array[held.blocks[: len(seq.blocks)]]
+    carry(prefill.runner.pool, held.blocks[: len(seq.blocks)], decode.runner.pool, seq.blocks[: len(held.blocks)])
     decode.arrive(seq, len(seq.tokens) - 1)
     decode.adopt(seq)
     outputs = drain(decode)

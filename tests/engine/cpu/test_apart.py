@@ -2,13 +2,15 @@
 show: an empty BATON_KERNEL_CACHE, and the log-probabilities of two processes.)"""
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from baton.engine.core.progress import Step, told_to
 from baton.engine.cpu import apart
-from baton.engine.cpu.kernel_cache import OWN, VARIABLE, place_of
+from baton.engine.cpu.kernel_cache import ALL, GROUPS, HERE, OWN, VARIABLE, place_of
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +22,7 @@ def told() -> list[Step]:
     steps: list[Step] = []
     apart.compile_apart.cache_clear()
     with told_to(steps.append):
-        apart.compile_apart()
+        apart.compile_apart(ALL)
     return steps
 
 
@@ -42,8 +44,11 @@ def test_it_is_done_once_and_not_by_the_process_that_compiles(monkeypatch: pytes
     assert told() == [Step("compiling", 1, 1)]
     steps: list[Step] = []
     with told_to(steps.append):
-        apart.compile_apart()
+        apart.compile_apart(ALL)
     assert steps == []
+    with told_to(steps.append):
+        apart.compile_apart("int4")
+    assert steps == [Step("compiling", 1, 1)], "another group"
     monkeypatch.setenv(apart.APART, "1")
     assert told() == []
 
@@ -55,3 +60,21 @@ def test_a_process_that_fails_or_hangs_is_noted_and_left(monkeypatch: pytest.Mon
         with caplog.at_level(logging.WARNING):
             assert told() == []
     assert [record.args for record in caplog.records] == [(3,), (-9,)]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_only_some_models_need_is_kept_apart(group: str) -> None:
+    """A model without experts, int8 or int4 does not wait for their kernels, and where these are missing the others are complete."""
+    whole, part = place_of(OWN), place_of(HERE / f"{group}.py")
+    assert whole is not None and part is not None and whole.folder == part.folder
+    whole.finish()
+    assert whole.complete and not part.complete
+    part.finish()
+    assert part.complete
+
+
+def test_the_operations_of_every_model_load_no_kernel_that_only_some_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the kernels that the other tests use
+    loaded = "import sys, baton.engine.cpu.compiled_ops; print(*(n for n in sys.modules if n.startswith('baton.engine.cpu.')))"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=500, check=True)
+    assert not {f"baton.engine.cpu.{group}" for group in GROUPS} & set(done.stdout.split())

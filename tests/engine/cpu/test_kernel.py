@@ -139,7 +139,7 @@ KERNELS: dict[str, Callable[..., None]] = {
     "store": decode_attention._store,
     "attend_span": span_attention._attend_span,
     "product": panels.product,
-    "product_int8": panels.product_int8,
+    "product_int8": int8.product_int8,
     "product_int4": int4.product_int4,
     "product_each": experts.product_each,
     "product_int8_each": experts.product_int8_each,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.cpu import amx, int4, panels
+from baton.engine.cpu import amx, int4, int8, panels
 from baton.engine.cpu.features import AMX, FEATURES
 from baton.engine.cpu.tile import LANES, OUTS, ROWS
 from baton.engine.model.ops import Ops
@@ -74,7 +74,7 @@ def test_int8_products_have_the_bits_of_plain_torch(dtype: torch.dtype, bias: bo
     x = (numbers(MOST + 2, width) * torch.logspace(-3, 3, MOST + 2)[:, None]).to(dtype)
     x[0] = 0
     added = numbers(outs).to(dtype) if bias else None
-    multiply = panels.int8_multiplier(weight, scales, added)
+    multiply = int8.multiplier(weight, scales, added)
     whole, (rounded, steps) = multiply(x), Ops().quantize(x)
     products = ((rounded.double() - 128) @ weight.double().T).float() * scales
     assert torch.equal(whole, Ops().dequantize(products, steps, added, dtype))
@@ -101,7 +101,7 @@ def test_no_rows_and_no_weights(dtype: torch.dtype) -> None:
     for width in (8, 64):
         assert panels.multiplier(numbers(5, width).to(dtype), None)(torch.empty(0, width, dtype=dtype)).shape == (0, 5)
         weight, scales = small(numbers(5, width))
-        assert panels.int8_multiplier(weight, scales, None)(torch.empty(0, width, dtype=dtype)).shape == (0, 5)
+        assert int8.multiplier(weight, scales, None)(torch.empty(0, width, dtype=dtype)).shape == (0, 5)
     assert not panels.fits(torch.empty(0, 8, dtype=dtype)) and not panels.fits(torch.empty(8, 0, dtype=dtype))
 
 
@@ -151,7 +151,7 @@ def greatest_products() -> str:
     extreme = torch.tensor([-128, 127]).repeat(288).expand(4, -1)
     matrix = torch.cat((small_numbers, extreme, extreme.flip(1), extreme.flip(1)[:, :1].expand(4, 576))).to(torch.int8)
     x = torch.cat((numbers(40, 576), torch.ones(4, 576), -torch.ones(4, 576), extreme.float().sign()))
-    eight = panels.int8_multiplier(matrix, torch.linspace(0.5, 2, len(matrix)), None)
+    eight = int8.multiplier(matrix, torch.linspace(0.5, 2, len(matrix)), None)
     four = int4.multiplier(matrix.div(16, rounding_mode="floor"), torch.linspace(0.5, 2, len(matrix) * 18).view(-1, 18).bfloat16(), None)
     found = [multiply(each) for multiply in (eight, four) for each in (x, x[-1:], x[:5])]
     return hashlib.sha256(torch.cat(found).numpy().tobytes()).hexdigest()

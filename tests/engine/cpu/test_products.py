@@ -29,7 +29,7 @@ def busy(share: float) -> Callable[[], tuple[float, float]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(products, "place_of", lambda file: Place(tmp_path, tmp_path / "x.py"))
+    monkeypatch.setattr(products, "place_of", lambda file: Place(tmp_path, tmp_path / "x.py", "all"))
     monkeypatch.setattr(products, "_clocks", busy(0.9))
     products.choice.cache_clear()
     yield tmp_path
@@ -149,7 +149,7 @@ def test_where_nothing_can_be_kept_nothing_is_compared(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every process would find something for itself."""
-    for place in (None, Place(folder / "gone", folder / "gone" / "x.py")):
+    for place in (None, Place(folder / "gone", folder / "gone" / "x.py", "all")):
         monkeypatch.setattr(products, "place_of", lambda file, place=place: place)
         assert Arms("onednn").choice().by == "baton"
     assert "no place" in caplog.text and "cannot be kept" in caplog.text

@@ -103,6 +103,7 @@ def test_an_engine_goes_on_from_kv_that_never_saw_the_host(device: torch.device,
         assert source.digests(blocks) == target.digests(moved.blocks[: len(blocks)])
     else:
         decode.runner.blocks[moved.blocks[: len(blocks)]] = prefill.runner.blocks[blocks]  # type: ignore[attr-defined]
+        target.take_in(moved.blocks[: len(blocks)])
     decode.arrive(moved, len(prompt))
     decode.adopt(moved)
     drain(decode)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from host_pool import on_host
+from host_pool import carry
 
 from baton.engine.choice import load_runner
 from baton.engine.core.engine import Engine
@@ -160,15 +160,14 @@ def test_a_sequence_moves_from_one_device_to_another_through_the_host(
 ) -> None:
     """Prefilled on one, copied out, moved as bytes, copied in, decoded on the other: the same tokens, and nothing is computed twice."""
     pytest.importorskip("triton")
-    monkeypatch.setattr("baton.engine.gpu.runner.STAGED_BLOCKS", 2)  # more than one round
+    monkeypatch.setattr("baton.engine.gpu.staged_pool.STAGED_BLOCKS", 2)  # more than one round
     prompt, params = list(range(5, 23)), SamplingParams(max_tokens=9, temperature=0.0)
     source, target = loaded(folder, device), loaded(folder, device)
     a = Sequence("a", list(prompt), 18, params, b"", blocks=[3, 1, 4, 15, 9, 2])
     ((first,),) = source.run([Chunk(a, 18)])
-    source.to_host(a.blocks[:5])
     b = Sequence("b", [*prompt, first.token], 18, params, b"", computed=18, blocks=[7, 8, 6, 0, 5, 30])
-    on_host(target.pool).array[b.blocks[:5]] = on_host(source.pool).array[a.blocks[:5]]
-    target.to_device(b.blocks[:5])
+    carry(source.pool, a.blocks[:5], target.pool, b.blocks[:5])
+    assert source.pool.digests(a.blocks[:5]) == target.pool.digests(b.blocks[:5])
     a.tokens.append(first.token)
     a.computed = 18
     for _ in range(5):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from host_pool import carry
 from late_toy import LateEngine, LateToy
 
 from baton.engine.core.engine import Output
@@ -177,7 +178,7 @@ def test_an_adopted_sequence_continues_where_prefill_stopped() -> None:
     arrived = sequence("a", seq.tokens, max_tokens=20)
     arrived.prompt_len, arrived.arrived_with = 5, 6
     assert target.reserve(arrived)
-    target.runner.pool.array[arrived.blocks] = source.runner.pool.array[seq.blocks]
+    carry(source.runner.pool, seq.blocks, target.runner.pool, arrived.blocks)
     target.arrive(arrived, 5)
     target.adopt(arrived)
     assert first + reported(drain(target), "a") == naive([9, 8, 7, 6, 5], arrived.params, width=2)

@@ -33,7 +33,6 @@ class Case:
 
     def __init__(self, kind: str, folders: dict[str, Path]) -> None:
         self.kind, self.runner = kind, make_runner(kind, folders)
-        self.moves = isinstance(self.runner, GpuRunner)  # the KV is not in host memory
 
     def attach(self, layout: KvLayout) -> None:
         attach(self.runner, layout, self.kind)
@@ -44,15 +43,13 @@ class Case:
         return [answer.token for answer in generate(self.runner.model, tokens, params)]
 
     def read(self, blocks: list[int]) -> np.ndarray[Any, Any]:
-        if self.moves:
-            self.runner.to_host(blocks)
+        self.runner.pool.expose(blocks)
         found: np.ndarray[Any, Any] = self.runner.pool.array[blocks].copy()
         return found
 
     def write(self, blocks: list[int], found: np.ndarray[Any, Any] | int) -> None:
         self.runner.pool.array[blocks] = found
-        if self.moves:
-            self.runner.to_device(blocks)
+        self.runner.pool.take_in(blocks)
 
     def sequence(self, name: str, tokens: list[int], blocks: list[int], params: SamplingParams = GREEDY) -> Sequence:
         return Sequence(name, list(tokens), len(tokens), params, root=b"", blocks=list(blocks))
