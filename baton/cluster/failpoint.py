@@ -1,19 +1,24 @@
-"""Named places where a fault can be injected. They are off, and cost nothing, unless BATON_FAILPOINTS is set.
+"""Named places where a fault can be injected. They are off, and cost nothing, unless one of two variables is set.
 
     BATON_FAILPOINTS="prefill.reply=exit@2,decode.step=sleep:1.5"
 
 `NAME=ACTION[:ARGUMENT][@NTH]` acts only the NTH time that the place is passed, or every time without `@NTH`. Actions: `exit` (the process
-dies as if by SIGKILL), `sleep:SECONDS`, `raise`, `flip` (the code at that place corrupts a byte of its own data). BATON_FAILPOINTS_ONCE
-names a folder that the processes of a cluster share; each point then acts only once among all of them, so a restarted process does not die
-again.
+dies as if by SIGKILL), `sleep:SECONDS`, `raise`, `flip` (the code at that place corrupts a byte of its own data).
+
+BATON_FAILPOINTS_FOLDER names a folder that the processes of a cluster share. While it holds a file NAME with such a rule, without `NAME=`,
+the point is set in all of them, running ones, too, which count from where they first meet the file. It acts once: the process whose turn it
+is renames the file to NAME.reached, so a restarted process does not die again.
 """
 
 import os
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from baton.cluster.errors import BatonError, Reason
+
+REACHED = ".reached"  # ending of the file of a point that has acted
 
 
 @dataclass(slots=True)
@@ -22,6 +27,11 @@ class _Point:
     argument: float
     nth: int | None
     passed: int = 0
+
+    def is_due(self) -> bool:
+        """Counts a pass of the place."""
+        self.passed += 1
+        return self.nth in (None, self.passed)
 
 
 def parse(text: str) -> dict[str, _Point]:
@@ -37,18 +47,32 @@ def parse(text: str) -> dict[str, _Point]:
     return points
 
 
-_once = os.environ.get("BATON_FAILPOINTS_ONCE")
+_folder = os.environ.get("BATON_FAILPOINTS_FOLDER")
 _points = parse(os.environ.get("BATON_FAILPOINTS", ""))
+_met: dict[tuple[str, int], _Point] = {}  # name and time of a file → its rule, of this process
 
 
 def failpoint(name: str) -> bool:
     """Performs the action that is set for `name`. Returns True only for `flip`: the caller then corrupts its own data."""
     point = _points.get(name)
-    if point is None:
+    if point is not None:
+        return point.is_due() and _act(name, point)
+    if _folder is None:
         return False
-    point.passed += 1
-    if (point.nth is not None and point.passed != point.nth) or not _first(name):
+    file = Path(_folder, name)
+    try:
+        key = name, file.stat().st_mtime_ns
+        if key not in _met:
+            _met[key] = parse(f"{name}={file.read_text()}")[name]
+        if not _met[key].is_due():
+            return False
+        file.rename(f"{file}{REACHED}")
+    except FileNotFoundError:  # not set, or another process was faster
         return False
+    return _act(name, _met[key])
+
+
+def _act(name: str, point: _Point) -> bool:
     match point.action:
         case "exit":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -57,14 +81,3 @@ def failpoint(name: str) -> bool:
         case "raise":
             raise BatonError(Reason.INTERNAL, f"failpoint {name}")
     return point.action == "flip"
-
-
-def _first(name: str) -> bool:
-    """Whether no process has acted at `name` yet. Always true without BATON_FAILPOINTS_ONCE."""
-    if _once is None:
-        return True
-    try:
-        os.close(os.open(os.path.join(_once, name), os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True

@@ -21,6 +21,7 @@ from baton.access.access import Access
 from baton.access.options import Identity
 from baton.cli.admin import read_records, read_status
 from baton.client import AsyncClient, Result
+from baton.cluster.failpoint import REACHED
 from baton.cluster.rpc import NO_PROXY
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.toy import naive
@@ -93,9 +94,26 @@ class Cluster:
         os.kill(pid, number)
         return pid
 
+    @contextmanager
+    def faults(self, failpoints: str) -> Iterator[None]:
+        """Sets failpoints; each must act once until the end. The cluster needs a BATON_FAILPOINTS_FOLDER."""
+        folder = Path(self.env["BATON_FAILPOINTS_FOLDER"])
+        rules = dict(item.split("=", 1) for item in failpoints.split(",") if item)
+        try:
+            for name, rule in rules.items():
+                draft = folder / "draft"  # a process must not read half a rule
+                draft.write_text(rule)
+                draft.rename(folder / name)
+            yield
+            left = {file.name for file in folder.iterdir()}
+            assert left == {self.reached(name).name for name in rules}, "the fault did not happen"
+        finally:
+            for file in folder.iterdir():
+                file.unlink()
+
     def reached(self, point: str) -> Path:
         """Exists once a process has reached that failpoint."""
-        return Path(self.env["BATON_FAILPOINTS_ONCE"]) / point
+        return Path(self.env["BATON_FAILPOINTS_FOLDER"]) / f"{point}{REACHED}"
 
     def baton(self, *arguments: str, timeout: float = 60, **kwargs: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "baton", *arguments]

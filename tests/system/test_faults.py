@@ -7,13 +7,14 @@ import json
 import os
 import random
 import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-from faulty_cluster import GREEDY, PROMPT, ask, expected, faulty
+from faulty_cluster import GREEDY, PROMPT, SHARED, ask, disturbed, expected, faulty
 from live_cluster import Cluster, cluster, killer, toy
 
 from baton.client import AsyncClient, GenerateError
@@ -24,6 +25,22 @@ pytestmark = pytest.mark.system
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return toy(tmp_path_factory.mktemp("models") / "toy", step_delay_ms=5)
+
+
+# A worker that a test suspends is not replaced: these tests are about those that wait for it.
+FOR_ALL = (*SHARED, "--launcher.hang-s", "120")
+
+
+@pytest.fixture(scope="module")
+def four(model: Path) -> Iterator[Cluster]:
+    with faulty(model, "", *FOR_ALL) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path) -> Iterator[Cluster]:
+    with faulty(model, "", *FOR_ALL, prefill=1, decode=1) as live:
+        yield live
 
 
 KILLS = [
@@ -38,35 +55,35 @@ KILLS = [
 
 
 @pytest.mark.parametrize(("point", "says"), KILLS, ids=[point for point, _ in KILLS])
-async def test_tokens_are_exact_when_a_worker_is_killed_around_the_handoff(model: Path, point: str, says: dict[str, int]) -> None:
-    with faulty(model, f"{point}=exit") as live:
-        async with live.client() as client:
-            result = await ask(client)
-        assert list(result.token_ids) == expected()
+async def test_tokens_are_exact_when_a_worker_is_killed_around_the_handoff(four: Cluster, point: str, says: dict[str, int]) -> None:
+    with disturbed(four, f"{point}=exit") as prompt:
+        async with four.client() as client:
+            result = await ask(client, prompt)
+        assert list(result.token_ids) == expected(prompt)
         assert result.workers["retries"] == says["retries"]
         if point in ("kv.before_read", "kv.before_check", "kv.reserved"):
             # The lease outlived its first reader, so another decode worker read the KV and nothing was recomputed.
             assert result.handoff["blocks"] == 10 and result.handoff["recomputed_tokens"] == 0
-        await live.quiet()
+        await four.quiet()
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 15])
-async def test_tokens_are_exact_when_a_decode_worker_is_killed_while_decoding(model: Path, step: int) -> None:
+async def test_tokens_are_exact_when_a_decode_worker_is_killed_while_decoding(four: Cluster, step: int) -> None:
     cases: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 11}]
-    with faulty(model, f"decode.step=exit@{step}") as live:
-        async with live.client() as client:
+    with disturbed(four, f"decode.step=exit@{step}") as prompt:
+        async with four.client() as client:
             for params in cases:
-                result = await ask(client, **params)
-                assert list(result.token_ids) == expected(**params)
-        await live.quiet()
+                result = await ask(client, prompt, **params)
+                assert list(result.token_ids) == expected(prompt, **params)
+        await four.quiet()
 
 
-async def test_a_request_survives_the_restart_of_the_only_decode_worker(model: Path) -> None:
-    with faulty(model, "decode.step=exit@5", prefill=1, decode=1) as live:
-        async with live.client() as client:
-            result = await ask(client)
-        assert list(result.token_ids) == expected() and result.workers["retries"] == 1
-        await live.quiet()
+async def test_a_request_survives_the_restart_of_the_only_decode_worker(pair: Cluster) -> None:
+    with disturbed(pair, "decode.step=exit@5") as prompt:
+        async with pair.client() as client:
+            result = await ask(client, prompt)
+        assert list(result.token_ids) == expected(prompt) and result.workers["retries"] == 1
+        await pair.quiet()
 
 
 async def test_retries_are_limited_and_the_error_says_so(model: Path) -> None:
@@ -79,28 +96,28 @@ async def test_retries_are_limited_and_the_error_says_so(model: Path) -> None:
         assert int(caught.value.metadata["tokens_emitted"]) > 0 and caught.value.retry_after_s is not None
 
 
-async def test_the_prompt_is_recomputed_when_the_prefill_worker_dies_before_the_read(model: Path) -> None:
+async def test_the_prompt_is_recomputed_when_the_prefill_worker_dies_before_the_read(pair: Cluster) -> None:
     """The holder of the KV is killed while the decode worker waits, so the read fails and the prompt is recomputed."""
-    with faulty(model, "kv.reserved=sleep:0.7", prefill=1, decode=1) as live:
-        with killer(live.worker_pid("prefill-0"), live.reached("kv.reserved")):
-            async with live.client() as client:
-                result = await ask(client)
-        assert list(result.token_ids) == expected()
+    with disturbed(pair, "kv.reserved=sleep:0.7") as prompt:
+        with killer(pair.worker_pid("prefill-0"), pair.reached("kv.reserved")):
+            async with pair.client() as client:
+                result = await ask(client, prompt)
+        assert list(result.token_ids) == expected(prompt)
         assert result.handoff["failure"] == "TRANSFER_FAILED" and result.handoff["recomputed_tokens"] == len(PROMPT)
-        await asyncio.to_thread(live.wait, lambda: all("error" not in worker for worker in live.workers()))
-        await live.quiet()
+        await asyncio.to_thread(pair.wait, lambda: all("error" not in worker for worker in pair.workers()))
+        await pair.quiet()
 
 
 @pytest.mark.parametrize("point", ["kv.copied", "kv.exported"])
-async def test_a_flipped_byte_is_found_and_recomputed(model: Path, point: str) -> None:
+async def test_a_flipped_byte_is_found_and_recomputed(pair: Cluster, point: str) -> None:
     # The flip comes at the second handoff. The first one connects the processes, so only the flip disturbs this request.
-    with faulty(model, f"{point}=flip@2", prefill=1, decode=1) as live:
-        async with live.client() as client:
-            await ask(client, [7, *PROMPT])
-            result = await ask(client)
-            assert list(result.token_ids) == expected()
+    with disturbed(pair, f"{point}=flip@2") as prompt:
+        async with pair.client() as client:
+            await ask(client, [7, *prompt])
+            result = await ask(client, prompt)
+            assert list(result.token_ids) == expected(prompt)
             assert result.handoff["failure"] == "DIGEST_MISMATCH" and result.handoff["recomputed_tokens"] == len(PROMPT)
-        await live.quiet()
+        await pair.quiet()
 
 
 async def test_under_the_fail_policy_a_flipped_byte_moves_the_request_elsewhere(model: Path) -> None:
@@ -112,63 +129,62 @@ async def test_under_the_fail_policy_a_flipped_byte_moves_the_request_elsewhere(
         await live.quiet()
 
 
-async def test_a_lease_that_expired_before_the_read_is_not_used(model: Path) -> None:
-    with faulty(model, "kv.reserved=sleep:2.6", prefill=1, decode=1) as live:
-        async with live.client() as client:
-            result = await ask(client)
-        assert list(result.token_ids) == expected()
+async def test_a_lease_that_expired_before_the_read_is_not_used(pair: Cluster) -> None:
+    with disturbed(pair, "kv.reserved=sleep:2.6") as prompt:
+        async with pair.client() as client:
+            result = await ask(client, prompt)
+        assert list(result.token_ids) == expected(prompt)
         assert result.handoff["failure"] == "LEASE_EXPIRED" and result.handoff["blocks"] == 0
-        await live.quiet()
+        await pair.quiet()
 
 
-async def test_a_hung_decode_worker_is_abandoned_and_its_late_tokens_are_dropped(model: Path) -> None:
-    with faulty(model, "", "--launcher.hang-s", "120", prefill=1, decode=2) as live:
+async def test_a_hung_decode_worker_is_abandoned_and_its_late_tokens_are_dropped(four: Cluster) -> None:
+    with disturbed(four) as prompt:
         async with (
-            live.client() as client,
-            client.generate(token_ids=PROMPT, max_tokens=200, **GREEDY) as stream,
+            four.client() as client,
+            client.generate(token_ids=prompt, max_tokens=200, **GREEDY) as stream,
         ):
             tokens, stopped = [], None
             async for token in stream:
                 tokens.append(token.id)
                 assert token.index == len(tokens) - 1
                 if len(tokens) == 20:
-                    busy = [worker for worker in await asyncio.to_thread(live.workers, "decode") if worker["load"]["running"]]
+                    busy = [worker for worker in await asyncio.to_thread(four.workers, "decode") if worker["load"]["running"]]
                     stopped = busy[0]["pid"]
                     os.kill(stopped, signal.SIGSTOP)
                 if len(tokens) == 60 and stopped is not None:
                     os.kill(stopped, signal.SIGCONT)
-        assert tokens == expected(max_tokens=200)
-        await asyncio.to_thread(live.wait, lambda: all("error" not in worker for worker in live.workers()))
-        await live.quiet()
+        assert tokens == expected(prompt, max_tokens=200)
+        await asyncio.to_thread(four.wait, lambda: all("error" not in worker for worker in four.workers()))
+        await four.quiet()
 
 
-async def test_a_short_stall_causes_no_retry(model: Path) -> None:
-    with faulty(model, prefill=1, decode=2) as live:
-        async with live.client() as client:
-            task = asyncio.create_task(ask(client, max_tokens=200))
+async def test_a_short_stall_causes_no_retry(four: Cluster) -> None:
+    with disturbed(four) as prompt:
+        async with four.client() as client:
+            task = asyncio.create_task(ask(client, prompt, max_tokens=200))
             await asyncio.sleep(0.3)
-            pids = [worker["pid"] for worker in await asyncio.to_thread(live.workers, "decode")]
+            pids = [worker["pid"] for worker in await asyncio.to_thread(four.workers, "decode")]
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(0.8)
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
             result = await task
-        assert list(result.token_ids) == expected(max_tokens=200) and result.workers["retries"] == 0
-        await live.quiet()
+        assert list(result.token_ids) == expected(prompt, max_tokens=200) and result.workers["retries"] == 0
+        await four.quiet()
 
 
-async def test_a_read_from_a_hung_prefill_worker_fails_and_the_prompt_is_recomputed(model: Path) -> None:
-    # The supervisor's hang limit is long, because this test is about the workers that read from the hung one.
-    with faulty(model, "kv.reserved=sleep:0.5", "--launcher.hang-s", "120", prefill=1, decode=1) as live:
-        pid = live.worker_pid("prefill-0")
-        with killer(pid, live.reached("kv.reserved"), number=signal.SIGSTOP):
-            async with live.client() as client:
-                result = await ask(client)
+async def test_a_read_from_a_hung_prefill_worker_fails_and_the_prompt_is_recomputed(pair: Cluster) -> None:
+    with disturbed(pair, "kv.reserved=sleep:0.5") as prompt:
+        pid = pair.worker_pid("prefill-0")
+        with killer(pid, pair.reached("kv.reserved"), number=signal.SIGSTOP):
+            async with pair.client() as client:
+                result = await ask(client, prompt)
         os.kill(pid, signal.SIGCONT)
-        assert list(result.token_ids) == expected() and result.handoff["failure"] == "TRANSFER_FAILED"
-        await asyncio.to_thread(live.wait, lambda: all("error" not in worker for worker in live.workers()))
-        await live.quiet()
+        assert list(result.token_ids) == expected(prompt) and result.handoff["failure"] == "TRANSFER_FAILED"
+        await asyncio.to_thread(pair.wait, lambda: all("error" not in worker for worker in pair.workers()))
+        await pair.quiet()
 
 
 async def test_without_a_prefill_worker_requests_bypass_prefill(model: Path) -> None:
@@ -192,24 +208,24 @@ async def test_without_a_decode_worker_requests_are_refused(model: Path) -> None
         assert caught.value.reason == "NO_WORKER" and caught.value.retry_after_s is not None
 
 
-async def test_killing_the_router_frees_what_its_requests_held(model: Path) -> None:
-    with faulty(model, prefill=1, decode=2) as live:
-        async with live.client(max_resumes=0) as client:
-            requests = [asyncio.create_task(ask(client, [i, *PROMPT], max_tokens=2000)) for i in range(10)]
-            await asyncio.to_thread(live.wait, lambda: sum(worker["load"]["running"] for worker in live.workers("decode")) >= 10)
-            os.kill(live.status()["router"]["pid"], signal.SIGKILL)
+async def test_killing_the_router_frees_what_its_requests_held(four: Cluster) -> None:
+    with disturbed(four) as prompt:
+        async with four.client(max_resumes=0) as client:
+            requests = [asyncio.create_task(ask(client, [i, *prompt], max_tokens=2000)) for i in range(10)]
+            await asyncio.to_thread(four.wait, lambda: sum(worker["load"]["running"] for worker in four.workers("decode")) >= 10)
+            os.kill(four.status()["router"]["pid"], signal.SIGKILL)
             ends = await asyncio.gather(*requests, return_exceptions=True)
             assert all(isinstance(end, GenerateError) and end.code == "UNAVAILABLE" for end in ends)
-        await asyncio.to_thread(live.wait, lambda: len(live.workers()) == 3)
-        await live.quiet()
-        async with live.client() as client:
-            assert list((await ask(client)).token_ids) == expected()
+        await asyncio.to_thread(four.wait, lambda: len(four.workers()) == 4)
+        await four.quiet()
+        async with four.client() as client:
+            assert list((await ask(client, prompt)).token_ids) == expected(prompt)
 
 
 @pytest.mark.parametrize("trouble", ["flush", "hang", "kill"])
-async def test_registry_trouble_fails_no_request(model: Path, trouble: str) -> None:
-    with faulty(model, prefill=1, decode=2) as live:
-        async with live.client() as client:
+async def test_registry_trouble_fails_no_request(four: Cluster, trouble: str) -> None:
+    with disturbed(four):
+        async with four.client() as client:
             done = 0
 
             async def load(seed: int, until: asyncio.Event) -> None:
@@ -226,12 +242,12 @@ async def test_registry_trouble_fails_no_request(model: Path, trouble: str) -> N
                     group.create_task(load(seed, until))
                 await asyncio.sleep(0.5)
                 before = done
-                await asyncio.to_thread(_trouble, live, trouble)
+                await asyncio.to_thread(_trouble, four, trouble)
                 await asyncio.sleep(3.0)
                 until.set()
             assert done > before + 5
-        await asyncio.to_thread(live.wait, lambda: len(live.workers()) == 3 and live.status()["router"]["registry"] == "reachable")
-        await live.quiet()
+        await asyncio.to_thread(four.wait, lambda: len(four.workers()) == 4 and four.status()["router"]["registry"] == "reachable")
+        await four.quiet()
 
 
 def _trouble(live: Cluster, kind: str) -> None:
@@ -246,8 +262,8 @@ def _trouble(live: Cluster, kind: str) -> None:
                 os.kill(client.info()["process_id"], signal.SIGKILL)
 
 
-async def test_a_rolling_restart_under_load_loses_no_request(model: Path) -> None:
-    with faulty(model, prefill=2, decode=2) as live:
+async def test_a_rolling_restart_under_load_loses_no_request(four: Cluster) -> None:
+    with disturbed(four):
         lost: list[BaseException] = []
         served = 0
         until = asyncio.Event()
@@ -263,18 +279,18 @@ async def test_a_rolling_restart_under_load_loses_no_request(model: Path) -> Non
                 except (GenerateError, AssertionError) as error:
                     lost.append(error)
 
-        async with live.client() as client, asyncio.TaskGroup() as group:
+        async with four.client() as client, asyncio.TaskGroup() as group:
             for seed in range(6):
                 group.create_task(load(client, seed))
             try:
                 for name in ("prefill-0", "decode-0", "prefill-1", "decode-1"):
-                    before = await asyncio.to_thread(_incarnations, live)
-                    await asyncio.to_thread(live.kill, name, signal.SIGTERM)
-                    await asyncio.to_thread(live.wait, partial(_restarted, live, name, before[name]))
+                    before = await asyncio.to_thread(_incarnations, four)
+                    await asyncio.to_thread(four.kill, name, signal.SIGTERM)
+                    await asyncio.to_thread(four.wait, partial(_restarted, four, name, before[name]))
             finally:
                 until.set()
         assert not lost and served > 20
-        await live.quiet()
+        await four.quiet()
 
 
 def _restarted(live: Cluster, name: str, before: int) -> bool:

@@ -24,9 +24,9 @@ TOKENS = 300
 @contextmanager
 def hanging(path: Path, failpoint: str, *flags: str, prefill: int = 1, decode: int = 2) -> Iterator[Cluster]:
     """The first worker that reaches the failpoint hangs for longer than the test lasts."""
-    with tempfile.TemporaryDirectory() as once:
-        env = {"BATON_FAILPOINTS": failpoint, "BATON_FAILPOINTS_ONCE": once}
-        with cluster(toy(path / "toy", step_delay_ms=5), *flags, prefill=prefill, decode=decode, env=env) as live:
+    with tempfile.TemporaryDirectory() as points:
+        env, model = {"BATON_FAILPOINTS_FOLDER": points}, toy(path / "toy", step_delay_ms=5)
+        with cluster(model, *flags, prefill=prefill, decode=decode, env=env) as live, live.faults(failpoint):
             yield live
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from faulty_cluster import ask, expected, faulty
+from faulty_cluster import SHARED, ask, disturbed, expected, faulty
 from live_cluster import Cluster, cluster, toy
 
 from baton.client import AsyncClient, GenerateError
@@ -36,21 +36,36 @@ def chunked(model: Path, failpoints: str = "", *flags: str, prefill: int = 2, de
         yield live
 
 
+FOR_ALL = (*SHARED, "--launcher.hang-s", "120")  # no worker that a test suspends is replaced
+
+
+@pytest.fixture(scope="module")
+def four(model: Path) -> Iterator[Cluster]:
+    with chunked(model, "", *FOR_ALL) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path) -> Iterator[Cluster]:
+    with chunked(model, "", *FOR_ALL, prefill=1, decode=1) as live:
+        yield live
+
+
 def busy(live: Cluster, role: str) -> int:
     """Process id of the worker of that role that holds blocks. Raises StopIteration while no worker does."""
     return int(next(worker["pid"] for worker in live.workers(role) if worker.get("blocks_in_use")))
 
 
-async def test_most_blocks_move_before_the_first_token(model: Path) -> None:
-    with chunked(model, prefill=1, decode=1) as live:
-        async with live.client() as client:
-            await ask(client, [7, *PROMPT])  # connects the workers
-            result = await ask(client, PROMPT)
-        assert list(result.token_ids) == expected(PROMPT)
+async def test_most_blocks_move_before_the_first_token(pair: Cluster) -> None:
+    with disturbed(pair, prompt=PROMPT) as prompt:
+        async with pair.client() as client:
+            await ask(client, [7, *prompt])  # connects the workers
+            result = await ask(client, prompt)
+        assert list(result.token_ids) == expected(prompt)
         handoff = result.handoff
         assert (handoff["blocks"], handoff["digests_checked"], handoff["recomputed_tokens"]) == (BLOCKS, BLOCKS, 0)
         assert handoff["blocks_early"] >= BLOCKS // 2
-        await live.quiet()
+        await pair.quiet()
 
 
 async def test_nothing_moves_early_when_live_transfer_is_off(model: Path) -> None:
@@ -67,48 +82,48 @@ PREFILL_DIES = ["prefill.chunk", "prefill.chunk@3", "prefill.computed", "prefill
 
 
 @pytest.mark.parametrize("point", PREFILL_DIES)
-async def test_a_request_survives_a_prefill_worker_killed_during_a_live_read(model: Path, point: str) -> None:
+async def test_a_request_survives_a_prefill_worker_killed_during_a_live_read(four: Cluster, point: str) -> None:
     """`prefill.chunk` is reached only if an export is open while the prompt is computed."""
     name, _, nth = point.partition("@")
-    with chunked(model, f"{name}=exit{'@' + nth if nth else ''}") as live:
-        async with live.client() as client:
-            result = await ask(client, LONG)
-        assert list(result.token_ids) == expected(LONG)
+    with disturbed(four, f"{name}=exit{'@' + nth if nth else ''}", LONG) as prompt:
+        async with four.client() as client:
+            result = await ask(client, prompt)
+        assert list(result.token_ids) == expected(prompt)
         assert result.workers["retries"] == 1 and result.handoff["recomputed_tokens"] == 0
         assert result.workers["prefill"] and result.handoff["blocks_early"] >= 2 * BLOCKS, "the second attempt was not live"
-        await live.quiet()
+        await four.quiet()
 
 
 DECODE_DIES = ["kv.reserved", "kv.before_read", "kv.before_read@2", "kv.before_check", "kv.adopted", "decode.step@1", "decode.step@5"]
 
 
 @pytest.mark.parametrize("point", DECODE_DIES)
-async def test_a_request_survives_a_decode_worker_killed_during_a_live_read(model: Path, point: str) -> None:
+async def test_a_request_survives_a_decode_worker_killed_during_a_live_read(four: Cluster, point: str) -> None:
     """The lease lives until the read is complete, so another decode worker reads the same KV and nothing is recomputed."""
     name, _, nth = point.partition("@")
-    with chunked(model, f"{name}=exit{'@' + nth if nth else ''}") as live:
-        async with live.client() as client:
-            result = await ask(client, PROMPT)
-        assert list(result.token_ids) == expected(PROMPT)
+    with disturbed(four, f"{name}=exit{'@' + nth if nth else ''}", PROMPT) as prompt:
+        async with four.client() as client:
+            result = await ask(client, prompt)
+        assert list(result.token_ids) == expected(prompt)
         assert result.workers["retries"] == 1
         # Once read, the lease is released. If the worker dies before the router knows, the next one finds it gone and computes the prompt.
         gone = point in ("kv.adopted", "decode.step@1") and result.handoff["failure"].startswith("LEASE_")
         assert result.handoff["recomputed_tokens"] == (len(PROMPT) if gone else 0)
         if name in ("kv.reserved", "kv.before_read", "kv.before_check"):
             assert result.handoff["blocks"] == BLOCKS and result.usage.cached_tokens == 0
-        await live.quiet()
+        await four.quiet()
 
 
 @pytest.mark.parametrize("point", ["kv.copied=flip", "kv.exported=flip"])
-async def test_a_flipped_byte_is_found_and_recomputed(model: Path, point: str) -> None:
+async def test_a_flipped_byte_is_found_and_recomputed(pair: Cluster, point: str) -> None:
     """With a flip in the first piece, the fetch fails long before the first token, which only the prefill worker may sample."""
-    with chunked(model, point, prefill=1, decode=1) as live:
-        async with live.client() as client:
-            result = await ask(client, PROMPT)
-        assert list(result.token_ids) == expected(PROMPT)
+    with disturbed(pair, point, PROMPT) as prompt:
+        async with pair.client() as client:
+            result = await ask(client, prompt)
+        assert list(result.token_ids) == expected(prompt)
         assert result.handoff["failure"] == "DIGEST_MISMATCH" and result.handoff["recomputed_tokens"] == len(PROMPT)
         assert result.workers["retries"] == 0
-        await live.quiet()
+        await pair.quiet()
 
 
 async def test_under_the_fail_policy_a_flipped_byte_moves_the_request_elsewhere(model: Path) -> None:
@@ -121,21 +136,21 @@ async def test_under_the_fail_policy_a_flipped_byte_moves_the_request_elsewhere(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_worker_that_hangs_during_a_live_transfer_is_abandoned(model: Path, role: str) -> None:
-    with chunked(model, "", "--launcher.hang-s", "120") as live:
-        async with live.client() as client:
-            request = asyncio.create_task(ask(client, LONG))
-            reader = await asyncio.to_thread(live.wait, lambda: busy(live, "decode"))
+async def test_a_worker_that_hangs_during_a_live_transfer_is_abandoned(four: Cluster, role: str) -> None:
+    with disturbed(four, prompt=LONG) as prompt:
+        async with four.client() as client:
+            request = asyncio.create_task(ask(client, prompt))
+            reader = await asyncio.to_thread(four.wait, lambda: busy(four, "decode"))
             assert not request.done()
-            pid = reader if role == "decode" else await asyncio.to_thread(busy, live, "prefill")
+            pid = reader if role == "decode" else await asyncio.to_thread(busy, four, "prefill")
             os.kill(pid, signal.SIGSTOP)
             try:
                 result = await request
             finally:
                 os.kill(pid, signal.SIGCONT)
-        assert list(result.token_ids) == expected(LONG) and 1 <= result.workers["retries"] <= 2
-        await asyncio.to_thread(live.wait, lambda: all("error" not in worker for worker in live.workers()))
-        await live.quiet()
+        assert list(result.token_ids) == expected(prompt) and 1 <= result.workers["retries"] <= 2
+        await asyncio.to_thread(four.wait, lambda: all("error" not in worker for worker in four.workers()))
+        await four.quiet()
 
 
 async def held(live: Cluster, stage: str) -> None:
@@ -144,14 +159,14 @@ async def held(live: Cluster, stage: str) -> None:
 
 
 @pytest.mark.parametrize("stage", ["computing", "reading", "first token", "decoding"])
-async def test_a_client_that_disconnects_frees_everything(model: Path, stage: str) -> None:
-    with chunked(model, prefill=1, decode=1) as live:
-        async with live.client() as client:
-            await ask(client, [7, *PROMPT])
+async def test_a_client_that_disconnects_frees_everything(pair: Cluster, stage: str) -> None:
+    with disturbed(pair, prompt=PROMPT) as prompt:
+        async with pair.client() as client:
+            await ask(client, [7, *prompt])
             tokens: list[int] = []
 
             async def listen() -> None:
-                async with client.generate(token_ids=PROMPT * 2, max_tokens=200, temperature=0.0, ignore_eos=True) as stream:
+                async with client.generate(token_ids=prompt * 2, max_tokens=200, temperature=0.0, ignore_eos=True) as stream:
                     async for token in stream:
                         tokens.append(token.id)
                         if (stage, len(tokens)) in (("first token", 1), ("decoding", 8)):
@@ -159,26 +174,26 @@ async def test_a_client_that_disconnects_frees_everything(model: Path, stage: st
 
             request = asyncio.create_task(listen())
             if stage in ("computing", "reading"):
-                await held(live, stage)
+                await held(pair, stage)
                 assert not tokens
                 request.cancel()
             await asyncio.gather(request, return_exceptions=True)
-            await live.quiet()
-            assert list((await ask(client, PROMPT)).token_ids) == expected(PROMPT)
-        await live.quiet()
+            await pair.quiet()
+            assert list((await ask(client, prompt)).token_ids) == expected(prompt)
+        await pair.quiet()
 
 
 @pytest.mark.parametrize("timeout_s", [0.2, 0.5, 0.9])
-async def test_a_deadline_at_any_stage_frees_everything(model: Path, timeout_s: float) -> None:
+async def test_a_deadline_at_any_stage_frees_everything(pair: Cluster, timeout_s: float) -> None:
     """13 chunks of at least 40 ms, then 200 steps: the deadline falls within the chunks, near their end, or while decoding."""
-    with chunked(model, prefill=1, decode=1) as live:
-        async with live.client() as client:
-            await ask(client, [7, *PROMPT])
+    with disturbed(pair, prompt=PROMPT) as prompt:
+        async with pair.client() as client:
+            await ask(client, [7, *prompt])
             with pytest.raises(GenerateError) as caught:
-                await ask(client, PROMPT * 2, max_tokens=200, timeout_s=timeout_s)
+                await ask(client, prompt * 2, max_tokens=200, timeout_s=timeout_s)
             assert caught.value.code == "DEADLINE_EXCEEDED"
-            await live.quiet()
-            assert list((await ask(client, PROMPT)).token_ids) == expected(PROMPT)
+            await pair.quiet()
+            assert list((await ask(client, prompt)).token_ids) == expected(prompt)
 
 
 async def test_decode_workers_that_always_die_in_live_reads_use_up_the_retries(model: Path) -> None:
