@@ -1,5 +1,6 @@
 """The OpenAPI document of the HTTP door, made from the models that parse requests."""
 
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -10,7 +11,9 @@ from router.http.openai_in import Chat, Completion, Detokenize, Tokenize
 _Json = dict[str, Any]
 
 
+@cache
 def document() -> _Json:
+    """The same for all doors of a process. Read only."""
     paths = {
         "/v1/chat/completions": {"post": _post("Answers a conversation.", "Chat", stream=True)},
         "/v1/completions": {"post": _post("Continues one or more texts.", "Completion", stream=True)},
