@@ -1,6 +1,7 @@
 """Settings of the whole suite: Hypothesis examples have no time limit, nothing that a test starts outlives the run, and parallel runs keep
 certain tests in one process."""
 
+import gc
 import signal
 
 import left_behind
@@ -18,6 +19,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 left_behind.watch()
+
+# Collecting the tests makes millions of objects that all stay: the garbage collector would look at them again and again, now and later.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
 
 RAY = {"tests/launch/test_launcher.py", "tests/system/test_ray.py"}  # a machine has one Ray
 
