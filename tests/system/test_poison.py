@@ -15,9 +15,9 @@ SHORT = [1, 2, POISON, *range(4, 20)]  # computed by the decode worker
 LONG = [*range(1, 100), POISON, *range(100, 140)]  # computed by the prefill worker
 
 
-@pytest.fixture
-def live(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(toy(tmp_path / "toy", step_delay_ms=20, poison_token=POISON), prefill=3, decode=3) as running:
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(toy(tmp_path_factory.mktemp("models") / "toy", step_delay_ms=20, poison_token=POISON), prefill=3, decode=3) as running:
         yield running
 
 
