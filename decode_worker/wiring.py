@@ -8,7 +8,7 @@ from decode_worker.worker import DecodeWorker
 
 def make(host: Host) -> DecodeWorker:
     """Called before the engine exists."""
-    worker = DecodeWorker(host.name, host.config.engine.block_size, host.config.kv.on_failure, host.book, host.tracer)
+    worker = DecodeWorker(host.name, host.config.kv.on_failure, host.book, host.tracer)
     worker.admit = lambda: host.mounts.admit("decode")
     return worker
 

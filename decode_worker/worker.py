@@ -40,11 +40,10 @@ class DecodeWorker:
     engine: ServingEngine
     port: KvPort
 
-    def __init__(self, name: str, block_size: int, on_failure: Literal["recompute", "fail"], book: Book, tracer: Tracer) -> None:
+    def __init__(self, name: str, on_failure: Literal["recompute", "fail"], book: Book, tracer: Tracer) -> None:
         self.name = name
         self._meter = HandoffMeter(book)
         self._tracer = tracer
-        self._block_size = block_size
         self._on_failure = on_failure
         self._calls: dict[str, Call] = {}
         self._room = asyncio.Lock()  # one call waits for room and the others queue behind it: no newcomer overtakes

@@ -8,7 +8,7 @@ from prefill_worker.worker import PrefillWorker
 
 def make(host: Host) -> PrefillWorker:
     """Called before the engine exists."""
-    worker = PrefillWorker(host.config.engine.block_size, host.tracer, live=host.config.kv.live)
+    worker = PrefillWorker(host.tracer, live=host.config.kv.live)
     worker.admit = lambda: host.mounts.admit("prefill")
     return worker
 

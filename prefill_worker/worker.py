@@ -68,9 +68,8 @@ class PrefillWorker:
     engine: ServingEngine
     port: KvPort
 
-    def __init__(self, block_size: int, tracer: Tracer, live: bool = True) -> None:
+    def __init__(self, tracer: Tracer, live: bool = True) -> None:
         """`live`: live transfer, `kv.live`."""
-        self._block_size = block_size
         self._live = live
         self._tracer = tracer
         self._running: dict[str, Call] = {}
@@ -164,7 +163,7 @@ class PrefillWorker:
         if output.finish is None:
             tokens = len(seq.tokens) - 1
             export = call.export = call.export or self._open(call)
-            if export.finish(seq.blocks[: -(-tokens // self._block_size)]):
+            if export.finish(seq.blocks[: -(-tokens // self.engine.pool.layout.block_size)]):
                 handle = export.handle
             else:
                 self._free(seq)  # its reader gave up while the prompt was computed
@@ -207,7 +206,7 @@ class PrefillWorker:
 
     def _keys_beyond(self, seq: Sequence, position: int, blocks: int) -> list[bytes]:
         """Returns the keys of the full blocks from `position` on, among the first `blocks` of the prompt and without the last token."""
-        size = self._block_size
+        size = self.engine.pool.layout.block_size
         keys = list(seq.keys)
         extend_keys(keys, seq.root, seq.tokens, size)
         return keys[position // size : min(blocks, (len(seq.tokens) - 1) // size)]

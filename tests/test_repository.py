@@ -46,6 +46,7 @@ ARROWS = {
     "baton.engine.vllm": {
         "baton.engine.build",
         "baton.engine.core",
+        "baton.engine.defaults",
         "baton.engine.facts",
         "baton.engine.machine",
         "baton.engine.model.sampler",
@@ -121,6 +122,7 @@ HOMES = {
 }
 # Code that only decides: no await, no clock, no randomness, no torch.
 PURE = (
+    "baton/engine/defaults.py",
     "baton/engine/core/arrivals.py", "baton/engine/core/scheduler.py", "baton/engine/core/blocks.py", "baton/engine/core/sequence.py",
     "baton/stages.py", "kvtransfer/lease.py",
     "baton/engine/vllm/block_events.py", "baton/engine/vllm/desk.py", "baton/engine/vllm/ledger.py",

@@ -27,6 +27,7 @@ from baton.cluster.config_layers import mask_password, to_env
 from baton.cluster.packages import command
 from baton.cluster.redis_registry import RedisRegistry
 from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.defaults import CPU_SHARE
 from baton.engine.machine import available_memory, quota_cores, usable_cores
 from baton.launch import state
 from baton.launch.plan import UpError, check_ports
@@ -80,7 +81,7 @@ def _memory(config: Config) -> Finding:
 
 
 def _pool_bytes(config: Config) -> int:
-    return config.engine.kv_memory_bytes or int(available_memory() * config.engine.kv_memory_fraction)
+    return config.engine.kv_memory_bytes or int(available_memory() * (config.engine.kv_memory_fraction or CPU_SHARE))
 
 
 POOL = """

@@ -43,6 +43,7 @@ from baton.cli.options import (
     Watching,
     numbers,
 )
+from baton.cli.origins import origins
 from baton.client import Client, GenerateError, Stream
 from baton.cluster import config_layers as configuration
 from baton.cluster.config import Config, ConfigError
@@ -295,18 +296,19 @@ def doctor(
 
 @config_app.command("print", context_settings=FREE)
 def config_print(context: typer.Context, config: ConfigFiles = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    """Print the values in force and where each comes from."""
+    """Print the values in force, and after each where it comes from: flag, env, file, default, or auto, with what that means and why."""
     with _failing():
         files, flags = _arguments(context, config, {})
         loaded = configuration.load(files, flags=flags)
         if as_json:
             print(json.dumps(yaml.safe_load(configuration.dump(loaded.config))))  # secrets are masked
             return
+        told = origins(loaded)
         for line in configuration.dump(loaded.config).splitlines():
             if not line.startswith(" "):
                 section = line.rstrip(":")
-            source = loaded.sources.get(f"{section}.{line.strip().partition(':')[0]}", "")
-            print(f"{line:<60} # {source}" if source and source != "default" else line)
+            source = told.get(f"{section}.{line.strip().partition(':')[0]}", "")
+            print(f"{line:<60} # {source}" if source else line)
 
 
 @config_app.command("keys")

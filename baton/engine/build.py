@@ -1,7 +1,8 @@
 """Makes an engine of a folder and a memory budget: which runner, how many blocks, how long a sequence may be."""
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from baton.engine.core.progress import Step, tell
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
+from baton.engine.defaults import DeviceFacts, settle, stored_dtype
 from baton.engine.facts.fields import Fields
 from baton.engine.facts.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
 from baton.engine.facts.model_facts import context_length
 from baton.engine.machine import available_memory
 from baton.engine.options import Options
 
+log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 256  # more would take longer and gain little
 ODD_TOKENS = 45  # compilers for devices make other kernels for lengths that are not multiples of 16
 
@@ -55,29 +58,7 @@ def build(options: Options) -> Built:
     config = _read_config(options.path)
     if not (options.path / "tokenizer.json").is_file():
         raise BuildError(f"model.path: {options.path} holds no tokenizer.json")
-    if config.get("architectures") == [toy.ARCHITECTURE]:
-        runner = toy.ToyRunner.load(options.path, fingerprint(options.path), options.engine.block_size)
-    else:
-        # Torch is loaded only here, so that a toy cluster starts without it.
-        import torch
-
-        from baton.engine.choice import bfloat16_is_slower, load
-        from baton.engine.runner import ModelRunner
-
-        if options.engine.threads is not None:
-            torch.set_num_threads(options.engine.threads)
-        kind = ModelRunner
-        if options.engine.device != "cpu":
-            from baton.engine.gpu.device import is_there
-            from baton.engine.gpu.runner import GpuRunner
-
-            if not is_there(options.engine.device):
-                raise BuildError(f"engine.device: there is no {options.engine.device} device that this torch can use")
-            kind = GpuRunner
-        if options.model.dtype == "auto":
-            slower = lambda: options.engine.device == "cpu" and options.engine.compiled and bfloat16_is_slower()  # noqa: E731
-            options = options.but(dtype=choose_dtype(config, slower))
-        runner = load(kind, options, lambda done, total: tell(Step("loading weights", done, total, "tensors")))  # type: ignore[assignment]
+    runner, options = _load(options, config)
     longest = options.model.max_model_len or runner.max_positions
     if longest > runner.max_positions:
         place = context_length(Fields.read(options.path / "config.json")).place
@@ -91,14 +72,39 @@ def build(options: Options) -> Built:
     return Built(engine, runner.layout.model_fingerprint, tokenizer_fingerprint(options.path), longest)
 
 
+def _load(options: Options, config: Mapping[str, Any]) -> tuple[Any, Options]:
+    """The runner with its weights, without a pool, and the settled options."""
+    if config.get("architectures") == [toy.ARCHITECTURE]:
+        options = _settled(options, config, DeviceFacts("cpu"))
+        return toy.ToyRunner.load(options.path, fingerprint(options.path), options.block_size), options
+    # Torch is loaded only here, so that a toy cluster starts without it.
+    import torch
+
+    from baton.engine.choice import load
+    from baton.engine.runner import ModelRunner
+
+    if options.engine.threads is not None:
+        torch.set_num_threads(options.engine.threads)
+    kind, device = ModelRunner, DeviceFacts("cpu")
+    if options.engine.device != "cpu":
+        from baton.engine.gpu.device import is_there
+        from baton.engine.gpu.runner import GpuRunner
+
+        if not is_there(options.engine.device):
+            raise BuildError(f"engine.device: there is no {options.engine.device} device that this torch can use")
+        found = torch.cuda.get_device_properties(0)
+        kind, device = GpuRunner, DeviceFacts("cuda", found.total_memory, (found.major, found.minor))
+    options = _settled(options, config, device)
+    return load(kind, options, lambda done, total: tell(Step("loading weights", done, total, "tensors"))), options
+
+
 def pool_bytes(options: Options) -> int:
     """Size of the pool that `build` would make now for a model on a CPU, without its weights. Raises CheckpointError, BuildError."""
     from baton.engine.model.config_json import read_config
 
-    config = read_config(options.path)
-    dtype = choose_dtype(_read_config(options.path), lambda: False) if options.model.dtype == "auto" else options.model.dtype
+    config, options = read_config(options.path), settle(options, DeviceFacts("cpu")).options
     dims = config.layers, config.kv_heads, config.head_dim
-    layout = KvLayout("", dtype, options.engine.block_size, *dims, parts=config.kv_parts, value_dim=config.kv_value_dim)
+    layout = KvLayout("", options.model.dtype, options.block_size, *dims, parts=config.kv_parts, value_dim=config.kv_value_dim)
     longest = options.model.max_model_len or config.max_positions
     return layout.block_bytes * count_blocks(options, longest, layout.block_bytes, available_memory())
 
@@ -125,17 +131,15 @@ def _on_device(runner: Any, options: Options, longest: int) -> Engine:
     return OverlapEngine(runner, options.engine.limits, longest, options.engine.prefix_caching)
 
 
-def choose_dtype(config: dict[str, Any], is_slower: Callable[[], bool]) -> str:
-    """What config.json says, under either name of the field. float32, which can hold every float16, if that is not one of our types, or if
-    bfloat16 `is_slower` here."""
-    is_bfloat16 = (config.get("dtype") or config.get("torch_dtype")) == "bfloat16"
-    return "bfloat16" if is_bfloat16 and not is_slower() else "float32"
+def _settled(options: Options, config: Mapping[str, Any], device: DeviceFacts) -> Options:
+    settled = settle(options, device, stored_dtype(config))
+    said = [f"{name} {value}, {settled.why[name]}" for name, value in settled.values.items()]
+    log.info("nobody has set, so it is decided here: %s", "; ".join(said))
+    return settled.options
 
 
 def _warm_up(runner: Any, options: Options, longest: int) -> None:
-    tokens = min(
-        longest - 1, WARM_UP_TOKENS, options.engine.limits.max_num_batched_tokens, runner.pool.num_blocks * options.engine.block_size - 1
-    )
+    tokens = min(longest - 1, WARM_UP_TOKENS, options.engine.limits.max_num_batched_tokens, runner.pool.num_blocks * options.block_size - 1)
     warm_up(runner, tokens)
     if options.engine.device != "cpu":
         warm_up(runner, min(tokens, ODD_TOKENS))
@@ -160,13 +164,14 @@ def count_blocks(options: Options, longest: int, block_bytes: int, available: in
 
     The second half is room for prefixes that no sequence is using right now.
     """
-    per_sequence = -(-longest // options.engine.block_size)
+    per_sequence = -(-longest // options.block_size)
+    assert options.engine.kv_memory_fraction is not None, "settle the options first"
     budget = options.engine.kv_memory_bytes or int(available * options.engine.kv_memory_fraction)
     blocks = min(budget // block_bytes, 2 * options.engine.limits.max_num_seqs * per_sequence)
     if blocks < per_sequence:
         key = "engine.kv_memory_mib" if options.engine.kv_memory_bytes else "engine.kv_memory_fraction"
         raise BuildError(
-            f"{key}: {budget / 2**20:.1f} MiB hold {blocks * options.engine.block_size} tokens of KV, fewer than one sequence of"
+            f"{key}: {budget / 2**20:.1f} MiB hold {blocks * options.block_size} tokens of KV, fewer than one sequence of"
             f" {longest} tokens needs ({per_sequence * block_bytes / 2**20:.1f} MiB); give more memory or lower model.max_model_len"
         )
     return blocks

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from baton.engine.defaults import DeviceFacts, settle
 from baton.engine.model.ops import Ops
 from baton.engine.options import Options
 from baton.engine.runner import ModelRunner, ignore_progress
@@ -15,13 +16,12 @@ from baton.engine.runner import ModelRunner, ignore_progress
 log = logging.getLogger(__name__)
 Made = TypeVar("Made", bound=ModelRunner)
 
-BFLOAT16 = {"avx512bf16", "amx-bf16", "bf16"}  # instructions of x86-64 and of Arm
-
 
 def choose_ops(device: torch.device, dtype: torch.dtype, compiled: bool, products: str = "auto") -> Ops:
     """The fastest available implementation; plain torch throughout if `compiled` is off. `products`: see `CompiledOps`.
 
-    Compiling takes seconds, once for all processes of a machine. On a CPU where it fails, matrices are still packed for oneDNN.
+    Compiling takes seconds, once for all processes of a machine. On a CPU where it fails, matrices are still packed for oneDNN. For
+    float16, a CPU has plain torch alone.
     """
     if compiled and device.type == "cuda" and find_spec("triton"):
         from baton.engine.gpu.triton_ops import TritonOps
@@ -44,15 +44,5 @@ def load(kind: type[Made], options: Options, progress: Callable[[int, int], None
 
 
 def load_runner(kind: type[Made], path: Path, progress: Callable[[int, int], None] = ignore_progress, **keys: Any) -> Made:
-    """`load` with options by their names."""
-    return load(kind, Options.of(path, **keys), progress)
-
-
-def bfloat16_is_slower() -> bool:
-    """Whether this CPU has no instruction that multiplies bfloat16, so that a prefill takes twice as long as in float32. A property of the
-    processor, not a measurement: a worker that starts again on a busy machine must not come back with another type. False without Numba."""
-    try:
-        from baton.engine.cpu.features import FEATURES
-    except ImportError:
-        return False
-    return not FEATURES & BFLOAT16
+    """`load` with options by their names; what is left open is as on a CPU."""
+    return load(kind, settle(Options.of(path, **keys), DeviceFacts("cpu")).options, progress)

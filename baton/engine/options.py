@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from baton.engine.core.scheduler import Limits
 from baton.section import Section
@@ -19,8 +19,12 @@ class ReadBy:
 
     module: str
 
+    opens: bool = False  # the option may be left open, by the word auto or by null
+
     def __call__(self, schema: dict[str, Any]) -> None:
-        """Adds nothing to the JSON Schema of the option."""
+        """Adds the word to the JSON Schema of such an option."""
+        if self.opens:
+            schema["anyOf"] = [*schema["anyOf"], {"const": "auto", "type": "string"}]
 
 
 def option(default: Any, meaning: str, reader: str, **bounds: Any) -> Any:
@@ -28,13 +32,18 @@ def option(default: Any, meaning: str, reader: str, **bounds: Any) -> Any:
     return Field(default=default, description=meaning, json_schema_extra=ReadBy(reader), **bounds)
 
 
+def by_device(meaning: str, reader: str, **bounds: Any) -> Any:
+    """An option that `baton.engine.defaults` decides if nobody sets it."""
+    return Field(default=None, description=meaning, json_schema_extra=ReadBy(reader, opens=True), **bounds)
+
+
 class ModelOptions(Section):
     """`model` in the configuration."""
 
     path: str = option("", "Folder of the checkpoint (config.json, tokenizer.json, *.safetensors).", "baton.engine.build")
     served_name: str | None = option(None, "Name that clients request; by default the folder's name.", "router.wiring", min_length=1)
-    dtype: Literal["float32", "bfloat16", "auto"] = option(
-        "float32", "Type of weights and KV. auto: bfloat16 if the checkpoint is, and if this CPU can multiply it.", "baton.engine.runner"
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = option(
+        "auto", "Type of weights and KV. auto: on cuda, the checkpoint's; on a CPU, float32.", "baton.engine.runner"
     )
     max_model_len: int | None = option(
         None, "Maximum length of prompt plus output, in tokens; by default the model's own limit.", "baton.engine.build", ge=2
@@ -58,16 +67,34 @@ class EngineOptions(Section):
     batch_invariant: bool = option(
         False, "vLLM, on some GPUs: tokens do not depend on the size of the batch.", "baton.engine.vllm.arguments"
     )
-    block_size: int = option(16, "Tokens in one KV block. All workers must use the same size.", "baton.engine.runner", ge=1, le=1024)
+    block_size: int | None = by_device(
+        "Tokens in one KV block; all workers must use the same size. auto: 16, or what the attention backend or vLLM needs.",
+        "baton.engine.runner",
+        ge=1,
+        le=1024,
+    )
     kv_memory_mib: float | None = option(
         None, "Size of the KV pool, MiB; by default a share of the free memory.", "baton.engine.build", gt=0
     )
-    kv_memory_fraction: float = option(
-        0.25, "Share of the free memory that the KV pool takes if kv_memory_mib is not set.", "baton.engine.build", gt=0, le=0.95
+    kv_memory_fraction: float | None = by_device(
+        "Share of the free memory that the KV pool takes if kv_memory_mib is not set; on cuda, of what the weights, the largest step and"
+        " the captured graphs leave. auto: 0.95 on cuda, 0.25 on a CPU.",
+        "baton.engine.build",
+        gt=0,
+        le=0.95,
     )
-    max_num_seqs: int = option(64, "Maximum number of sequences in one step.", "baton.engine.core.scheduler", ge=1, le=4096)
-    max_num_batched_tokens: int = option(
-        512, "Maximum number of tokens computed in one step.", "baton.engine.core.scheduler", ge=1, le=1_048_576
+    max_num_seqs: int | None = by_device(
+        "Maximum number of sequences in one step. auto: 256 on cuda, 64 on a CPU; vLLM decides for itself on cuda.",
+        "baton.engine.core.scheduler",
+        ge=1,
+        le=4096,
+    )
+    max_num_batched_tokens: int | None = by_device(
+        "Maximum number of tokens computed in one step. auto: on cuda, 8192 from 64 GiB of GPU memory on, else 2048; 512 on a CPU; vLLM"
+        " decides for itself on cuda.",
+        "baton.engine.core.scheduler",
+        ge=1,
+        le=1_048_576,
     )
     prefix_caching: bool = option(True, "Keep the blocks of finished requests, and reuse them for equal prefixes.", "baton.engine.build")
     reuse_output: bool = option(
@@ -126,8 +153,14 @@ class EngineOptions(Section):
 
     @property
     def limits(self) -> Limits:
-        """Raises ValueError, with the name of the limit, if no sequence could ever run."""
-        return Limits(**{limit.name: getattr(self, limit.name) for limit in fields(Limits)})
+        """What is left open is as in `Limits`. Raises ValueError, with the name of the limit, if no sequence could ever run."""
+        given = {limit.name: getattr(self, limit.name) for limit in fields(Limits)}
+        return Limits(**{name: value for name, value in given.items() if value is not None})
+
+    @field_validator("block_size", "kv_memory_fraction", "max_num_seqs", "max_num_batched_tokens", mode="before")
+    @classmethod
+    def _left_open(cls, value: object) -> object:
+        return None if value == "auto" else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +186,9 @@ class Options:
     @property
     def path(self) -> Path:
         return Path(self.model.path)
+
+    @property
+    def block_size(self) -> int:
+        """Of options that are settled (`baton.engine.defaults`)."""
+        assert self.engine.block_size is not None, "settle the options first"
+        return self.engine.block_size

@@ -59,7 +59,7 @@ class ModelRunner:
         choose: Callable[[torch.device, torch.dtype], Ops] = lambda device, dtype: Ops(),
         progress: Callable[[int, int], None] = ignore_progress,
     ) -> Self:
-        """Reads the Hugging Face folder; `progress(done, total)` is called for each tensor. `model.dtype` must not be auto any more.
+        """Reads the Hugging Face folder; `progress(done, total)` is called for each tensor. The options are settled.
 
         `choose`: what computes the layers' operations. Raises CheckpointError for a folder that cannot be served, ValueError for a type
         that this processor cannot multiply.
@@ -85,7 +85,7 @@ class ModelRunner:
         layout = KvLayout(
             f"{fingerprint(path)}-{dtype}{ROUNDED[weight_dtype]}-{blake2b(arithmetic.encode(), digest_size=4).hexdigest()}",
             dtype,
-            options.engine.block_size,
+            options.block_size,
             config.layers,
             config.kv_heads,
             config.head_dim,

@@ -384,10 +384,25 @@ def test_config_print_shows_the_tree_with_its_sources(env: dict[str, str], tmp_p
     assert re.search(r"8 +# flag --engine.block-size$", lines["block_size"])
     assert re.search(r"7 +# env BATON_ENGINE_MAX_NUM_SEQS$", lines["max_num_seqs"])
     assert re.search(rf"9000 +# file {tmp_path}/a.yaml$", lines["admin_port"])
-    assert "#" not in lines["kv_memory_fraction"]
+    assert re.search(r"null +# auto: 0.25, of a CPU's free memory$", lines["kv_memory_fraction"])
+    assert re.search(r"null +# auto: 512, on a CPU$", lines["max_num_batched_tokens"])
+    assert re.search(r"auto +# auto: float32, on a CPU$", lines["dtype"])
+    assert re.search(r"continuous +# default$", lines["batching"])
     assert "secret" not in out and "0123456789abcdef" not in out and out.count(MASK) == 2
     tree = yaml.safe_load(out)
     assert tree["router"]["admin_port"] == 9000 and tree["prefill"]["cores"] == [0, 1]
+
+
+def test_config_print_says_what_a_gpu_would_get(env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"torch_dtype": "float16"}')
+    asked = ("--engine.device", "cuda", "--model.path", str(tmp_path), "--model.dtype", "auto", "--engine.attention-backend", "flash_attn")
+    _, out, _ = baton(env, "config", "print", *asked)
+    lines = {line.split(":")[0].strip(): line.partition(" # ")[2] for line in out.splitlines() if line.startswith("  ")}
+    assert lines["dtype"] == "flag --model.dtype; auto: float16, as the checkpoint"
+    assert lines["block_size"] == "auto: 256, flash_attn needs it"
+    assert lines["max_num_batched_tokens"] == "auto: 2048, on a GPU; 8192 from 64 GiB on"
+    _, out, _ = baton(env, "config", "print", *asked[:2], "--engine.kind", "vllm")
+    assert re.search(r"block_size: null +# auto: vLLM decides$", out, re.MULTILINE)
 
 
 def test_the_output_of_config_print_loads_as_the_same_configuration(env: dict[str, str], tmp_path: Path) -> None:

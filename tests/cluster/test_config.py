@@ -32,6 +32,10 @@ LEGAL = {
     "engine.vllm": '{"enforce_eager": true, "swap": [1, 2]}',
     "engine.staging_mib": "64",
     "engine.kv_memory_mib": "64",
+    "engine.kv_memory_fraction": "0.5",
+    "engine.block_size": "32",
+    "engine.max_num_seqs": "32",
+    "engine.max_num_batched_tokens": "1024",
     "engine.threads": "2",
     "engine.device": "cuda",
     "engine.attention_backend": "triton",
@@ -113,7 +117,7 @@ class TestPrecedence:
         env = {"BATON_ENGINE_BLOCK_SIZE": "3", "BATON_ENGINE_MAX_QUEUE": "3"}
         loaded = load([path], env, {"engine.block-size": "4"})
         engine = loaded.config.engine
-        assert (engine.block_size, engine.max_queue, engine.max_num_seqs, engine.max_num_batched_tokens) == (4, 3, 2, 512)
+        assert (engine.block_size, engine.max_queue, engine.max_num_seqs, engine.max_num_batched_tokens) == (4, 3, 2, None)
         assert loaded.sources["engine.block_size"] == "flag --engine.block-size"
         assert loaded.sources["engine.max_queue"] == "env BATON_ENGINE_MAX_QUEUE"
         assert loaded.sources["engine.max_num_seqs"] == f"file {path}"
@@ -271,7 +275,7 @@ class TestValues:
             ("engine.block_size", "16.0"),
             ("engine.block_size", "'16'"),
             ("engine.block_size", "sixteen"),
-            ("engine.block_size", ""),
+            ("engine.max_queue", ""),
             ("engine.block_size", "{"),
             ("engine.block_size", "2001-99-99"),
             ("engine.kv_memory_fraction", "1.5"),

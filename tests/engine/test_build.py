@@ -13,7 +13,7 @@ from host_pool import on_host
 from pydantic import ValidationError
 from safetensors.numpy import load_file, save_file
 
-from baton.engine.build import BuildError, build, check, choose_dtype, count_blocks, pool_bytes, warm_up
+from baton.engine.build import BuildError, build, check, count_blocks, pool_bytes, warm_up
 from baton.engine.choice import load_runner
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
@@ -22,6 +22,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner, naive
+from baton.engine.defaults import DeviceFacts, settle, stored_dtype
 from baton.engine.facts.fields import CheckpointError
 from baton.engine.facts.fingerprint import fingerprint, tokenizer_fingerprint
 from baton.engine.model.naive import generate
@@ -51,6 +52,10 @@ def options(path: Path, **change: Any) -> Options:
     return Options.of(path, kv_memory_mib=4, threads=1, max_num_seqs=4, max_num_batched_tokens=64).but(**change)
 
 
+def settled(**keys: Any) -> Options:
+    return settle(Options.of(Path(), **keys), DeviceFacts("cpu")).options
+
+
 def altered(folder: Path, target: Path, change: Callable[[Path], object]) -> Path:
     copytree(folder, target)
     change(target)
@@ -69,7 +74,7 @@ def run(engine: Engine, prompt: list[int], max_tokens: int = 6) -> list[int]:
 
 
 def test_the_memory_budget_sets_the_number_of_blocks() -> None:
-    plain = Options.of(Path(), block_size=16, kv_memory_mib=10 + 5 / MIB, max_num_seqs=64, max_num_batched_tokens=512)
+    plain = settled(kv_memory_mib=10 + 5 / MIB)
     assert count_blocks(plain, 1000, MIB // 10, available=0) == 100
     share = plain.but(kv_memory_mib=None, kv_memory_fraction=0.25)
     assert count_blocks(share, 1000, MIB // 10, available=40 * MIB) == 100
@@ -77,13 +82,13 @@ def test_the_memory_budget_sets_the_number_of_blocks() -> None:
 
 
 def test_there_are_at_most_twice_the_blocks_that_can_be_used() -> None:
-    plenty = Options.of(Path(), block_size=16, kv_memory_mib=1 << 20, max_num_seqs=3, max_num_batched_tokens=512)
+    plenty = settled(kv_memory_mib=1 << 20, max_num_seqs=3)
     assert count_blocks(plenty, 33, 1000, available=0) == 2 * 3 * 3
 
 
 @pytest.mark.parametrize(("memory", "named"), [({"kv_memory_mib": 2}, "engine.kv_memory_mib"), ({}, "engine.kv_memory_fraction")])
 def test_a_pool_too_small_for_one_whole_sequence_is_refused(memory: dict[str, Any], named: str) -> None:
-    asked = Options.of(Path(), kv_memory_fraction=0.1, **memory)
+    asked = settled(kv_memory_fraction=0.1, **memory)
     with pytest.raises(BuildError, match=rf"^{named}: 2.0 MiB hold 320 tokens.*336 tokens needs \(2.1 MiB\).*model.max_model_len"):
         count_blocks(asked, 336, MIB // 10, available=20 * MIB)
     assert count_blocks(asked, 320, MIB // 10, available=20 * MIB) == 20
@@ -141,25 +146,26 @@ def test_data_left_in_blocks_by_warming_up_changes_no_token(small: Path) -> None
     assert np.array_equal(on_host(warm.runner.pool).array[:4], on_host(cold.runner.pool).array[:4])
 
 
-@pytest.mark.parametrize(
-    ("config", "dtype"),
-    [
-        ({"torch_dtype": "bfloat16"}, "bfloat16"),
-        ({"dtype": "bfloat16", "torch_dtype": None}, "bfloat16"),
-        ({"torch_dtype": "float32"}, "float32"),
-        ({"torch_dtype": "float16"}, "float32"),
-        ({}, "float32"),
-    ],
-)
-def test_the_auto_dtype_is_chosen_from_the_checkpoint(config: dict[str, Any], dtype: str) -> None:
-    assert choose_dtype(config, lambda: False) == dtype
-    assert choose_dtype(config, lambda: True) == "float32"
+def test_the_type_of_a_checkpoint_is_read_under_either_name() -> None:
+    for config in (
+        {"torch_dtype": "bfloat16"},
+        {"dtype": "bfloat16", "torch_dtype": None},
+        {"dtype": "bfloat16", "torch_dtype": "float32"},
+    ):
+        assert stored_dtype(config) == "bfloat16"
+    assert stored_dtype({}) is None
 
 
-def test_an_engine_is_built_with_the_auto_dtype(small: Path, tmp_path: Path) -> None:
-    assert build(options(small, dtype="auto")).engine.runner.layout.dtype == "float32"
+def test_on_a_cpu_an_engine_computes_in_float32_whatever_the_checkpoint_says(small: Path, tmp_path: Path) -> None:
     half = altered(small, tmp_path / "half", lambda folder: edit(folder, torch_dtype="bfloat16"))
-    assert build(options(half, dtype="auto")).engine.runner.layout.dtype == "bfloat16"
+    assert build(options(half)).engine.runner.layout.dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_type_that_is_asked_for_is_computed_in(small: Path, dtype: str) -> None:
+    built = build(options(small, dtype=dtype))
+    assert built.engine.runner.layout.dtype == dtype and f"-{dtype}-" in built.model_fingerprint
+    assert len(run(built.engine, list(range(50, 75)))) == 6
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------------------------

@@ -255,8 +255,8 @@ async def pair(
     clock = Clock()
     engines = engines or (toy_engine(64, chunk), toy_engine(decode_blocks, chunk, decode_layout))
     book, tracer = Book("decode", "decode-0"), tracer or Tracer()
-    prefill = PrefillWorker(BLOCK, tracer, live)
-    decode = DecodeWorker("decode-0", BLOCK, on_failure, book, tracer)
+    prefill = PrefillWorker(tracer, live)
+    decode = DecodeWorker("decode-0", on_failure, book, tracer)
     loops = (
         EngineLoop(engines[0], Listener(prefill.on_step, lambda events: None, failures.append)),
         EngineLoop(engines[1], Listener(decode.on_step, lambda events: None, failures.append)),
@@ -284,7 +284,7 @@ async def pair(
 @asynccontextmanager
 async def another_prefill(p: Pair) -> AsyncIterator[tuple[PrefillWorker, Engine]]:
     """A second prefill worker beside the pair, `prefill-1`. When it ends, it must hold nothing."""
-    engine, worker = toy_engine(64), PrefillWorker(BLOCK, Tracer())
+    engine, worker = toy_engine(64), PrefillWorker(Tracer())
     worker.engine = loop = EngineLoop(engine, Listener(worker.on_step, lambda events: None, p.failures.append))
     worker.port = open_port("prefill-1", loop, p.wires, p.clock)
     loop.start()

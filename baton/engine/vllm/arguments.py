@@ -93,7 +93,7 @@ def check(options: Options) -> None:
     for name in RANKS:
         if not isinstance(count := options.engine.vllm.get(name, 1), int) or count < 1:
             raise BuildError(f"engine.vllm.{name}: must be 1 or more, got {count!r}")
-    if options.engine.device == "cpu" and options.engine.block_size % 32:
+    if options.engine.device == "cpu" and (options.engine.block_size or 0) % 32:
         raise BuildError(f"engine.block_size: vLLM's attention on a CPU needs a multiple of 32, got {options.engine.block_size}")
     if options.engine.batch_invariant and options.engine.device == "cpu":
         raise BuildError("engine.batch_invariant: vLLM has this mode on GPUs alone (NVIDIA, compute capability 9.0 or more)")
@@ -102,7 +102,7 @@ def check(options: Options) -> None:
         ("engine.attention_backend", options.engine.attention_backend, "auto"),
         ("engine.compiled", options.engine.compiled, True),
         ("engine.products", options.engine.products, "auto"),
-        ("engine.batching", options.engine.limits.batching, "continuous"),
+        ("engine.batching", options.engine.batching, "continuous"),
     ):
         if value != default:
             raise BuildError(f"{key}: is of Baton's own engine; with engine.kind vllm leave it at {default} and use engine.vllm")
@@ -156,14 +156,10 @@ def temporary_files(folder: Path) -> Iterator[None]:
 
 
 def arguments(options: Options, link: Mapping[str, str], key: str) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs. `key`: the name of our part in vLLM's configuration of the connector."""
-    limits = options.engine.limits
+    """Keyword arguments of AsyncEngineArgs, for settled options. `key`: the name of our part in vLLM's configuration of the connector."""
     mine: dict[str, Any] = {
         "model": str(options.path),
         "dtype": options.model.dtype,
-        "block_size": options.engine.block_size,
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": max(limits.max_num_batched_tokens, limits.max_num_seqs),
         "enable_prefix_caching": options.engine.prefix_caching,
         "enable_chunked_prefill": True,
         "async_scheduling": False,
@@ -181,8 +177,13 @@ def arguments(options: Options, link: Mapping[str, str], key: str) -> dict[str, 
     }
     if ranks(options.engine.vllm) > 1:
         mine["distributed_executor_backend"] = "mp"  # one unit: the children of one process, also where a launcher of ours uses Ray
-    if options.model.max_model_len:
-        mine["max_model_len"] = options.model.max_model_len
+    given = {
+        "max_model_len": options.model.max_model_len,
+        "block_size": options.engine.block_size,
+        "max_num_seqs": options.engine.max_num_seqs,
+        "max_num_batched_tokens": options.engine.max_num_batched_tokens,
+    }
+    mine |= {name: value for name, value in given.items() if value is not None}  # vLLM decides what nobody has set
     if options.engine.kv_memory_bytes or options.engine.device == "cpu":
         mine["kv_cache_memory_bytes"] = options.engine.kv_memory_bytes or _cpu_kv_bytes(options)
     return mine | dict(options.engine.vllm)
@@ -191,6 +192,7 @@ def arguments(options: Options, link: Mapping[str, str], key: str) -> dict[str, 
 def _cpu_kv_bytes(options: Options) -> int:
     """The same share of the free memory as our engine takes, and at most twice what `max_num_seqs` sequences of full length can use."""
     config = Fields.read(options.path / "config.json")
+    assert options.engine.kv_memory_fraction is not None, "settle the options first"
     share = int(available_memory() * options.engine.kv_memory_fraction)
     heads = config.get("num_attention_heads") or 1
     width = config.get("head_dim") or (config.get("hidden_size") or 0) // heads

@@ -21,6 +21,7 @@ from baton.engine.core.engine import Counts, Output
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Sequence
+from baton.engine.defaults import DeviceFacts, settle
 from baton.engine.facts.fields import Fields
 from baton.engine.facts.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
 from baton.engine.facts.model_facts import end_tokens
@@ -53,7 +54,7 @@ class VllmEngine:
         """Raises BuildError for what cannot be; starts nothing yet."""
         arguments.check_version()
         arguments.check(options)
-        self._options, self._listener = options, listener
+        self._options, self._listener = settle(options, DeviceFacts(options.engine.device)).options, listener
         self._keys: dict[bytes, None] = {}
         self._cache_sequence = self._steps = 0
         self._free: int | None = None
@@ -328,14 +329,10 @@ def _start(options: Options, link: Host) -> Started:
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    if current_platform.device_type != options.engine.device:
-        raise BuildError(f"engine.device: this vLLM runs on {current_platform.device_type}, not on {options.engine.device}")
-    if options.engine.device == "cuda":
-        capability = current_platform.get_device_capability()
-        known = None if capability is None else (capability.major, capability.minor)
-        arguments.check_device(options, known, current_platform.device_count())
+    _check_platform(options, current_platform)
     pools: list[KvPool] = []
 
     def allot(whole: RankReport, fd: int) -> int:
@@ -360,7 +357,10 @@ def _start(options: Options, link: Host) -> Started:
         events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         events.publisher = PUBLISHER
         with arguments.temporary_files(link.folder):
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted, kv_events_config=events))
+            # As `vllm serve` would be started: its defaults for a step are those of a server.
+            llm = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**wanted, kv_events_config=events), usage_context=UsageContext.OPENAI_API_SERVER
+            )
     except Exception as error:
         raise BuildError(f"engine.vllm: vLLM does not start: {link.refusal or error}") from error
     (pool,) = pools
@@ -370,13 +370,23 @@ def _start(options: Options, link: Host) -> Started:
         model_fingerprint=_fingerprint(pool.layout, model.dtype, options),
         tokenizer_fingerprint=tokenizer_fingerprint(options.path),
         max_model_len=model.max_model_len,
-        max_num_seqs=options.engine.limits.max_num_seqs,
+        max_num_seqs=llm.vllm_config.scheduler_config.max_num_seqs,
         num_blocks=cache.num_gpu_blocks - 1,  # the first is no sequence's
         eos_token_ids=eos,
         lends=False,
     )
     bounds = Bounds(traits.max_num_seqs, options.engine.limits.max_queue, traits.max_model_len, model.get_vocab_size(), eos)
     return Started(llm, pool, traits, bounds)
+
+
+def _check_platform(options: Options, platform: Any) -> None:
+    """Raises BuildError, which names the key."""
+    if platform.device_type != options.engine.device:
+        raise BuildError(f"engine.device: this vLLM runs on {platform.device_type}, not on {options.engine.device}")
+    if options.engine.device == "cuda":
+        capability = platform.get_device_capability()
+        known = None if capability is None else (capability.major, capability.minor)
+        arguments.check_device(options, known, platform.device_count())
 
 
 def _fingerprint(layout: KvLayout, dtype: Any, options: Options) -> str:

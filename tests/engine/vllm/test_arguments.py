@@ -13,6 +13,7 @@ import pytest
 
 from baton.engine import build
 from baton.engine.build import BuildError
+from baton.engine.defaults import DeviceFacts, settle
 from baton.engine.options import Options
 from baton.engine.vllm import arguments
 from baton.engine.vllm.arguments import ENVIRONMENT, NOT_BUILT, OURS, check, check_device, check_version, ranks, set_environment
@@ -22,11 +23,11 @@ LINK = {"address": "there", "token": "secret"}
 
 
 def options(path: Path = Path("model"), **change: Any) -> Options:
-    return Options.of(path, block_size=32, kind="vllm", device="cuda").but(**change)
+    return Options.of(path, kind="vllm", device="cuda").but(**change)
 
 
 def made(asked: Options) -> dict[str, Any]:
-    return arguments.arguments(asked, LINK, "ours")
+    return arguments.arguments(settle(asked, DeviceFacts(asked.engine.device)).options, LINK, "ours")
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -106,6 +107,7 @@ def test_settings_of_our_own_engine_are_refused_by_name(change: dict[str, Any], 
 
 @pytest.mark.parametrize(("size", "allowed"), [(16, False), (32, True), (48, False), (64, True)])
 def test_attention_on_a_cpu_needs_its_block_size(size: int, allowed: bool) -> None:
+    check(options(device="cpu"))
     check(options(block_size=size))
     if allowed:
         check(options(device="cpu", block_size=size))
@@ -227,7 +229,15 @@ def test_each_part_of_a_model_has_a_rank(given: dict[str, Any], count: int) -> N
 
 def test_our_options_become_arguments_of_vllm() -> None:
     got = made(
-        options(dtype="bfloat16", max_num_seqs=3, max_num_batched_tokens=77, prefix_caching=False, max_model_len=99, kv_memory_mib=5)
+        options(
+            dtype="bfloat16",
+            block_size=32,
+            max_num_seqs=3,
+            max_num_batched_tokens=77,
+            prefix_caching=False,
+            max_model_len=99,
+            kv_memory_mib=5,
+        )
     )
     expected = {
         "model": "model",
@@ -251,7 +261,11 @@ def test_the_handoff_and_the_sampler_are_ours() -> None:
 
 
 def test_what_is_not_set_is_vllms_decision() -> None:
-    assert not {"max_model_len", "kv_cache_memory_bytes"} & set(made(options()))
+    open_ones = {"max_model_len", "kv_cache_memory_bytes", "block_size", "max_num_seqs", "max_num_batched_tokens"}
+    assert not open_ones & set(made(options())) and made(options())["dtype"] == "auto"
+    assert open_ones & set(made(options(max_num_seqs=9))) == {"max_num_seqs"}
+    on_a_cpu = made(options(device="cpu", kv_memory_mib=1))
+    assert [on_a_cpu[name] for name in ("dtype", "block_size", "max_num_seqs", "max_num_batched_tokens")] == ["float32", 32, 64, 512]
 
 
 def test_other_arguments_pass_through() -> None:

@@ -22,7 +22,8 @@
 {{- $before := fromYaml $there -}}
 {{- $now := mergeOverwrite (deepCopy .Values.config) (dict "model" (dict "path" (include "baton.modelPath" .))) -}}
 {{- with include "baton.engine" . | fromYaml }}{{ $_ := set $now "engine" . }}{{ end -}}
-{{- $defaults := dict "model.path" "" "model.dtype" "float32" "engine.block_size" 16 "engine.weight_dtype" "auto" "engine.kind" "baton" -}}
+{{- $dtype := eq (dig "engine" "device" "cpu" $now) "cuda" | ternary "auto" "float32" -}}
+{{- $defaults := dict "model.path" "" "model.dtype" $dtype "engine.block_size" 16 "engine.weight_dtype" "auto" "engine.kind" "baton" -}}
 {{- $keys := list "engine.kind" "engine.block_size" "engine.weight_dtype" "model.dtype" "model.path" -}}
 {{- if include "baton.vllm" . -}}
 {{- /* All are part of the fingerprint of a worker with vLLM. */}}
