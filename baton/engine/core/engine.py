@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from baton.engine.core.blocks import BlockPool
-from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner, Tokens
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, OutOfDeviceMemory, Runner, Tokens
 from baton.engine.core.sampling import Sampled
 from baton.engine.core.scheduler import Limits, Propose, Scheduler
 from baton.engine.core.sequence import Finish, Sequence, State, finish_reason
@@ -93,6 +93,8 @@ class Engine:
             sampled = self.runner.run(batch)
         except NonFiniteLogits as error:
             return outputs + [self._fail(seq_id, error) for seq_id in error.sequence_ids]  # the others run again in the next step
+        except OutOfDeviceMemory as error:
+            return outputs + self._lighten(batch, error)
         self.counts.chunks += len(batch)
         for chunk, tokens in zip(batch, sampled, strict=True):
             outputs += self._land_chunk(chunk, tokens)
@@ -260,6 +262,16 @@ class Engine:
         self.pool.forget(seq.blocks)
         self.abort(seq_id)
         return Output(seq, None, failure=str(error))
+
+    def _lighten(self, batch: Seq[Chunk], error: OutOfDeviceMemory) -> list[Output]:
+        """Ends the sequence with the largest part of a batch for which there was no memory, of equal ones the newest. It alone pays: the
+        others run again in the next step."""
+        left = [chunk for chunk in batch if chunk.seq.state is State.RUNNING]
+        if not left:
+            return []
+        seq = max(left, key=lambda chunk: (chunk.positions, chunk.seq.arrival or 0)).seq
+        self.abort(seq.id)
+        return [Output(seq, None, failure=f"the device had no memory left for a step with this sequence: {error}")]
 
     def _settle(self, seq: Sequence, sampled: Sampled) -> Output:
         seq.tokens.append(sampled.token)

@@ -69,6 +69,11 @@ class NonFiniteLogits(ArithmeticError):
         self.sequence_ids = sequence_ids
 
 
+class OutOfDeviceMemory(RuntimeError):
+    """A step needed more memory than the device has left. What it had begun has ended, and no sequence has a sampled token: the same
+    batch without some of its chunks may be run again."""
+
+
 class Runner(Protocol):
     """One model on one device: `baton.engine.runner.ModelRunner` (torch), `baton.engine.gpu.runner.GpuRunner`, and the toy."""
 
@@ -84,8 +89,8 @@ class Runner(Protocol):
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         """Writes the KV of every chunk into the pool. Returns what each chunk of `batch` yields: at most one token more than it has drafts.
 
-        When it returns, the KV is written, and another process may read the blocks. Raises NonFiniteLogits; then no sequence of the batch
-        has a sampled token.
+        When it returns, the KV is written, and another process may read the blocks. Raises NonFiniteLogits or OutOfDeviceMemory; then no
+        sequence of the batch has a sampled token.
         """
         ...
 

@@ -25,6 +25,13 @@ def free_memory(device: torch.device) -> int:
     return free
 
 
+def recover(device: torch.device) -> None:
+    """After an allocation that failed: waits for what was begun, and gives back what the allocator keeps for later."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
 class Mark:
     """A moment in the work that was submitted to the current stream."""
 

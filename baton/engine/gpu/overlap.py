@@ -29,7 +29,7 @@ from typing import Protocol
 
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.engine import Engine, Output
-from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner, Tokens
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, OutOfDeviceMemory, Runner, Tokens
 from baton.engine.core.scheduler import Limits, Propose, Scheduler
 from baton.engine.core.sequence import Sequence
 
@@ -56,7 +56,8 @@ class OverlapRunner(Runner, Protocol):
     """A runner that works asynchronously. Two implementations: `baton.engine.gpu.runner.GpuRunner` and the toy in the tests."""
 
     def submit(self, batch: Seq[Chunk]) -> Pending:
-        """Begins what `run` does. Steps are computed in order. `UNKNOWN` stands for the token that the previous step sampled."""
+        """Begins what `run` does. Steps are computed in order. `UNKNOWN` stands for the token that the previous step sampled. Raises
+        OutOfDeviceMemory; then the step before is as it was."""
         ...
 
 
@@ -115,7 +116,11 @@ class OverlapEngine(Engine):
         if not batch and self.scheduler.flight is not None:
             outputs += self._land(None)
             batch = self._schedule(now, outputs)  # what has landed made room
-        flight = Flight(batch, self.runner.submit(batch)) if batch else None
+        try:
+            flight = Flight(batch, self.runner.submit(batch)) if batch else None
+        except OutOfDeviceMemory as error:
+            outputs += self._land(None)  # then all tokens are known, and nothing writes to the blocks that are given up
+            return outputs + self._lighten(batch, error)
         outputs += self._land(flight)
         for chunk in batch:
             if flight is not None and chunk.seq not in flight.gone:

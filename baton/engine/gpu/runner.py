@@ -4,6 +4,7 @@
 steps are computed in order; `Pending.result` waits for the event after the last copy. On the CPU, the same code computes immediately.
 """
 
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import takewhile
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor
 
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.protocol import Chunk, NonFiniteLogits, Tokens, accepted
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, OutOfDeviceMemory, Tokens, accepted
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.attention import DeviceAttention
 from baton.engine.gpu.choice import installed, make_attention
-from baton.engine.gpu.device import Mark
+from baton.engine.gpu.device import Mark, recover
 from baton.engine.gpu.graphs import Captures, Graphs, ladder, uncaptured
 from baton.engine.gpu.inputs import Capacity, Inputs, Seat, Step
 from baton.engine.gpu.overlap import StepResult
@@ -31,6 +32,8 @@ from baton.engine.runner import ModelRunner
 
 if TYPE_CHECKING:
     from baton.engine.gpu.pool import DevicePool
+
+log = logging.getLogger(__name__)
 
 
 class DevicePending:
@@ -108,9 +111,18 @@ class GpuRunner(ModelRunner):
             raise NonFiniteLogits([batch[i].seq.id for i in sorted(result.failed)])
         return result.tokens
 
-    @torch.inference_mode()
     def submit(self, batch: Seq[Chunk]) -> DevicePending:
         """See `OverlapRunner.submit`."""
+        try:
+            return self._submit(batch)
+        except torch.OutOfMemoryError as error:
+            said = str(error)  # of the error nothing else is kept: its frames hold the tensors of the step
+        recover(self.device)
+        log.error("no memory for a step of %d sequences and %d tokens: %s", len(batch), sum(chunk.positions for chunk in batch), said)
+        raise OutOfDeviceMemory(said)
+
+    @torch.inference_mode()
+    def _submit(self, batch: Seq[Chunk]) -> DevicePending:
         step, sampling, logits = self._compute(batch)
         draw: Draw | None = None
         rows = [(i, seq) for i in sampling for seq in batch[i].rows]
