@@ -50,6 +50,7 @@ class ModelRunner:
         self.max_positions = model.config.max_positions
         self._paged: PagedKv | None = None
         self._steps: DecodeSteps | None = None
+        self.on_device = device.type != "cpu"
         self.separates_output = False
 
     @classmethod

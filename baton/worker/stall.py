@@ -3,6 +3,9 @@
 An engine makes progress when it rests, when it finishes a step or a command, and when its thread computes inside one. A CPU may need many
 seconds for a prompt of a large model, and a busy machine needs longer without being at fault. A thread that waits for an event that never
 comes uses no processor time. A thread that computes forever does, so a step may take at most `longest_s`, far more than it needs.
+
+On a GPU the thread computes nothing. What it uses there tells nothing, because drivers spin where they wait, also for a GPU that hangs. So
+only a step that ends is progress there, and the processor time that is told stays the same.
 """
 
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ class Activity:
 
     laps: int  # steps and commands that have finished
     busy_since: float | None  # start of the current step or command, on the caller's clock; None: the thread rests
-    cpu_s: float | None  # processor time of the thread so far; None if the system does not report it
+    cpu_s: float | None  # processor time of the thread so far; None if the system does not report it; constant where a device computes
 
 
 class Stall:

@@ -63,9 +63,10 @@ def test_time_before_the_step_began_does_not_count() -> None:
 class Runner(ToyRunner):
     """Its steps take some time, which they spend computing or waiting."""
 
-    def __init__(self, how: Callable[[float], None]) -> None:
+    def __init__(self, how: Callable[[float], None], on_device: bool = False) -> None:
         super().__init__({"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}, "toy", 4)
         self.how = how
+        self.on_device = on_device
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         self.how(1.0)
@@ -78,9 +79,14 @@ def compute(seconds: float) -> None:
         sum(range(1000))
 
 
-@pytest.mark.parametrize(("how", "stalls"), [(time.sleep, True), (compute, False)], ids=["waits", "computes"])
-async def test_a_real_engine_thread_is_stalled_only_when_it_waits(how: Callable[[float], None], stalls: bool) -> None:
-    runner = Runner(how)
+@pytest.mark.parametrize(
+    ("how", "on_device", "stalls"),
+    [(time.sleep, False, True), (compute, False, False), (compute, True, True)],
+    ids=["waits", "computes", "spins for a device"],
+)
+async def test_a_real_engine_thread_is_stalled_only_when_it_waits(how: Callable[[float], None], on_device: bool, stalls: bool) -> None:
+    """Drivers spin where they wait: a thread that waits for a GPU that hangs uses a whole core."""
+    runner = Runner(how, on_device)
     runner.attach(KvPool(runner.layout, 64))
     loop = EngineLoop(Engine(runner, Limits(8, 64), 256), Listener(lambda outputs: None, lambda events: None, lambda error: None))
     loop.start()

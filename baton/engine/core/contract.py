@@ -148,7 +148,7 @@ class ServingEngine(Protocol):
 
     def activity(self) -> tuple[int, float | None, float | None]:
         """(number of steps and commands so far; start of the one under way, on the monotonic clock, None at rest; processor seconds of the
-        engine's thread, None where they are not known). Never waits."""
+        engine's thread, None where they are not known, always the same where a device computes). Never waits."""
         ...
 
     async def close(self) -> None:

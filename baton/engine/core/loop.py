@@ -54,8 +54,8 @@ class EngineLoop(Commands):
         self._wake.set()
 
     def activity(self) -> tuple[int, float | None, float | None]:
-        cpu_s = None
-        if self._cpu_clock is not None:
+        cpu_s = 0.0 if self._engine.runner.on_device else None
+        if self._cpu_clock is not None and cpu_s is None:
             with contextlib.suppress(OSError):  # the thread has ended
                 cpu_s = time.clock_gettime(self._cpu_clock)
         return self._laps, self._busy_since, cpu_s

@@ -81,6 +81,7 @@ class Runner(Protocol):
     vocab_size: int
     eos_token_ids: frozenset[int]
     max_positions: int
+    on_device: bool  # the thread that runs it only waits while something else computes
     separates_output: bool  # KV of output has other bits than that of the same tokens in a prompt, and those bits whenever it is computed
 
     @property

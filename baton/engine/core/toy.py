@@ -24,6 +24,7 @@ ARCHITECTURE = "BatonToyForCausalLM"
 
 class ToyRunner:
     separates_output = False  # integers
+    on_device = False
 
     def __init__(self, config: dict[str, int], fingerprint: str, block_size: int) -> None:
         self.vocab_size = config["vocab_size"]

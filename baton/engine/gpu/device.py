@@ -36,7 +36,8 @@ class Mark:
     """A moment in the work that was submitted to the current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        # Blocking: a thread that waits sleeps, and leaves its core to others.
+        self._event = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
 
     def record(self) -> None:
         """Sets the mark after all work submitted so far."""

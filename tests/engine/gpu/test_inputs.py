@@ -8,6 +8,7 @@ import torch
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
+from baton.engine.gpu.device import Mark
 from baton.engine.gpu.inputs import Capacity, Inputs, Step
 from baton.engine.gpu.overlap import UNKNOWN
 
@@ -116,3 +117,11 @@ def test_tables_follow_sequences_that_change_at_random(device: torch.device) -> 
             assert [int(step.slots[row]) for row in rows] == expected
         for chunk in batch:
             chunk.seq.computed += chunk.n
+
+
+def test_who_waits_for_a_device_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default CUDA spins: each worker would keep a core busy while it waits."""
+    made: list[dict[str, bool]] = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda **how: made.append(how))
+    Mark(torch.device("cuda"))
+    assert made == [{"blocking": True}]
