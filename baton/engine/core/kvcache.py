@@ -17,7 +17,7 @@ from xxhash import xxh3_128_digest
 from baton.engine.core.pages import in_huge_pages
 
 DIGEST_BYTES = 16
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int8": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int8": 1, "uint8": 1}  # uint8: bytes that an engine reads as fp8
 
 
 class View(NamedTuple):

@@ -56,6 +56,7 @@ NOT_BUILT = {  # argument → why it is refused
     "nnodes": "the ranks of a worker are on one host",
     "decode_context_parallel_size": "a staged block holds all positions of a block",
     "prefill_context_parallel_size": "a staged block holds all positions of a block",
+    "calculate_kv_scales": "each worker would scale its KV by prompts of its own, and no other could read it",
     "enable_lora": "requests cannot name an adapter yet",
 }
 ENVIRONMENT = {  # defaults; what a person has set stays
@@ -93,6 +94,12 @@ def check(options: Options) -> None:
     for name in RANKS:
         if not isinstance(count := options.engine.vllm.get(name, 1), int) or count < 1:
             raise BuildError(f"engine.vllm.{name}: must be 1 or more, got {count!r}")
+    config = Fields.read_if_there(options.path / "config.json")
+    if options.engine.vllm.get("tensor_parallel_size", 1) > 1 and config.get("kv_lora_rank"):
+        raise BuildError(
+            "engine.vllm.tensor_parallel_size: multi-head latent attention keeps its whole KV in every rank, and a handoff carries parts:"
+            " set it to 1 and use pipeline_parallel_size, or more workers"
+        )
     if options.engine.device == "cpu" and (options.engine.block_size or 0) % 32:
         raise BuildError(f"engine.block_size: vLLM's attention on a CPU needs a multiple of 32, got {options.engine.block_size}")
     if options.engine.batch_invariant and options.engine.device == "cpu":

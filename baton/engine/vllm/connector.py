@@ -5,6 +5,7 @@ shared memory, and the copy cannot fail; so vLLM holds no block for anybody, and
 in here ends vLLM's engine, and with it the worker: its sequences go on elsewhere.
 """
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -24,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from baton.engine.core.blocks import CacheChange
+from baton.engine.core.kvcache import DTYPE_BYTES
 from baton.engine.vllm.block_events import BlockEvents
 from baton.engine.vllm.ledger import KEY, PUBLISHER, Ledger, Order, Pairs, StepNews
 from baton.engine.vllm.link import Leash, RankReport
@@ -171,6 +173,8 @@ class RankSide:
                 raise ValueError(f"layer {name} has KV of another shape or type than the first: {tuple(tensor.shape)} {tensor.dtype}")
         if len({tensor.data_ptr() for tensor in tensors.values()}) != len(tensors):
             raise ValueError("several layers share one KV tensor")
+        if (dtype := str(first.dtype).removeprefix("torch.")) not in DTYPE_BYTES:
+            raise ValueError(f"engine.vllm.kv_cache_dtype: the KV is {dtype}; a handoff carries {', '.join(DTYPE_BYTES)}")
         blocks, heads, block_size, width = first.shape
         parallel = self._config.parallel_config.tensor_parallel_size
         if heads * parallel != (total := self._config.model_config.get_total_num_kv_heads()) and parallel > 1:
@@ -183,7 +187,7 @@ class RankSide:
             heads=heads,
             block_size=block_size,
             width=width,
-            dtype=str(first.dtype).removeprefix("torch."),
+            dtype=dtype,
             packing=packing(first, self._config),
         )
 
@@ -280,9 +284,14 @@ class Publisher(EventPublisher):
 
 
 def packing(tensor: torch.Tensor, config: VllmConfig) -> str:
-    """How the numbers of a (layer, head) are arranged, and by what. On a CPU, attention packs them for its instruction set."""
-    kernels = "cuda"
-    if tensor.device.type == "cpu":
+    """How the numbers of a (layer, head) are arranged, and by what they were computed: workers of which that differs do not take each
+    other's KV and streams. On a CPU, attention packs them for its instruction set."""
+    if tensor.device.type == "cuda":
+        layers = config.compilation_config.static_forward_context.values()
+        backends = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
+        invariant = ", batch-invariant" if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else ""
+        kernels = f"{torch.cuda.get_device_name(tensor.device)}, {'+'.join(sorted(backends))}{invariant}"
+    else:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         kernels = _get_attn_isa(tensor.dtype, tensor.shape[2], tensor.shape[3] // 2)

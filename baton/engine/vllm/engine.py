@@ -145,7 +145,9 @@ class VllmEngine:
 
     def activity(self) -> tuple[int, float | None, float | None]:
         busy = any(not job.over for job in self._desk.jobs.values() if not (job.seq.hold and job.closed))
-        return self._steps, self._progress_at if busy else None, _cpu_seconds(self._link.pids)
+        # vLLM's ranks spin while a GPU computes.
+        cpu_s = _cpu_seconds(self._link.pids) if self._options.engine.device == "cpu" else 0.0
+        return self._steps, self._progress_at if busy else None, cpu_s
 
     async def close(self) -> None:
         if self._over:

@@ -181,18 +181,22 @@ class Host:
             self.pids.add(pid)
             self._lines.append(line)
             if "refusal" in hello:
-                self.refusal = self.refusal or str(hello["refusal"])
+                self._refused(str(hello["refusal"]))
             elif "report" in hello:
                 self._reported(RankReport(**hello["report"]), line)
             while (message := line.receive()) is not None:
                 self._on_news(message)
-        except (OSError, ValueError, LinkError) as error:
-            self.refusal = self.refusal or str(error)
-            for each in self._lines:  # nobody waits for memory that will not come
-                with suppress(OSError):
-                    each.stream.shutdown(socket.SHUT_RDWR)
+        except Exception as error:  # whatever it is, the ranks wait for an answer
+            self._refused(str(error) if isinstance(error, OSError | ValueError | LinkError) else f"{type(error).__name__}: {error}")
         if not self._closing:
             self._on_end()
+
+    def _refused(self, text: str) -> None:
+        """Nobody waits for memory that will not come."""
+        self.refusal = self.refusal or text
+        for each in self._lines:
+            with suppress(OSError):
+                each.stream.shutdown(socket.SHUT_RDWR)
 
     def _greeted(self, line: _Line) -> dict[str, Any] | None:
         """The first message of a child of ours. None: a stranger, who changes nothing."""

@@ -140,6 +140,13 @@ def test_an_invalid_number_of_ranks_is_refused_by_name(name: str, count: Any) ->
         check(options(vllm={name: count}))
 
 
+def test_latent_kv_that_every_rank_has_whole_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"kv_lora_rank": 512}')
+    with pytest.raises(BuildError, match=r"^engine\.vllm\.tensor_parallel_size: multi-head latent attention.*pipeline_parallel_size"):
+        check(options(tmp_path, vllm={"tensor_parallel_size": 2}))
+    check(options(tmp_path, vllm={"pipeline_parallel_size": 2}))
+
+
 def test_whatever_baton_sets_cannot_be_set_in_another_place() -> None:
     both = made(options(max_model_len=9, kv_memory_mib=1 / MIB, vllm={"tensor_parallel_size": 2}))
     assert set(both) - {"tensor_parallel_size"} <= set(OURS) | set(NOT_BUILT)

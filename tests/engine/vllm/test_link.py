@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from baton.engine.core.kvcache import KvLayout
 from baton.engine.vllm import link
 from baton.engine.vllm.link import Host, Leash, LinkError, RankReport, Slot, place
 
@@ -101,12 +102,12 @@ def test_ranks_that_disagree_do_not_fit_together(name: str, other: Any) -> None:
 class Ours:
     """A host with staging memory, and what it has heard."""
 
-    def __init__(self, ranks: int, refuse: str = "") -> None:
+    def __init__(self, ranks: int, refuse: str = "", raises: type[Exception] = ValueError) -> None:
         self.news: list[dict[str, Any]] = []
         self.ends = 0
         self.wholes: list[RankReport] = []
         self.memory: mmap.mmap | None = None
-        self.refuse = refuse
+        self.refuse, self.raises = refuse, raises
         self.host = Host(ranks, self.news.append, self.end)
         self.host.open(self.allot)
 
@@ -117,7 +118,7 @@ class Ours:
         self.wholes.append(whole)
         self.file = os.fstat(fd)
         if self.refuse:
-            raise ValueError(self.refuse)
+            raise self.raises(self.refuse)
         size = BLOCKS * whole.layers * whole.heads * whole.block_size * whole.width * 4
         os.ftruncate(fd, size)
         self.memory = mmap.mmap(fd, size)
@@ -145,8 +146,8 @@ class Ours:
 def make() -> Iterator[Callable[..., Ours]]:
     made: list[Ours] = []
 
-    def one(ranks: int = 1, refuse: str = "") -> Ours:
-        made.append(Ours(ranks, refuse))
+    def one(ranks: int = 1, refuse: str = "", raises: type[Exception] = ValueError) -> Ours:
+        made.append(Ours(ranks, refuse, raises))
         return made[-1]
 
     yield one
@@ -429,6 +430,29 @@ def test_ranks_that_disagree_get_no_memory(tame: list[int], make: Callable[..., 
     told = reports(ours, report(), report(tensor=1, width=16))
     assert all("no staging memory" in text for text in told) and not ours.wholes
     assert ours.host.refusal in ("width is 8 in one rank and 16 in another", "width is 16 in one rank and 8 in another")
+
+
+def test_whatever_goes_wrong_no_rank_waits(tame: list[int], make: Callable[..., Ours]) -> None:
+    """A type of KV that is not known, say: an error of another kind than those that are foreseen."""
+    ours = make(1, refuse="uint9", raises=KeyError)
+    with pytest.raises(LinkError, match="the worker gave no staging memory"):  # and not that time has passed
+        Leash.of(ours.given(), SOON).report(report())
+    assert ours.host.refusal == "KeyError: 'uint9'"
+
+
+def test_a_rank_does_not_wait_for_one_that_refuses(tame: list[int], make: Callable[..., Ours]) -> None:
+    ours = make(2)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(Leash.of(ours.given(), SOON).report, report())
+        eventually(lambda: ours.host.pids)
+        Leash.of(ours.given(), SOON).refuse("two groups")
+        with pytest.raises(LinkError, match="the worker gave no staging memory"):
+            waits.result(SOON)
+    assert ours.host.refusal == "two groups"
+
+
+def test_fp8_kv_has_a_block_of_a_byte_for_each_number() -> None:
+    assert KvLayout("model", "uint8", 16, 2, 4, 8, parts=1).block_bytes == 16 * 2 * 4 * 8
 
 
 def test_a_refusal_to_give_memory_is_kept(tame: list[int], make: Callable[..., Ours]) -> None:
