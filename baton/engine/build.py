@@ -11,7 +11,7 @@ from baton.engine.core import toy
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.progress import Step, tell
-from baton.engine.core.protocol import Chunk, NonFiniteLogits, Runner
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, OutOfDeviceMemory, Runner
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.defaults import DeviceFacts, settle, stored_dtype
@@ -63,9 +63,9 @@ def build(options: Options) -> Built:
     if longest > runner.max_positions:
         place = context_length(Fields.read(options.path / "config.json")).place
         raise BuildError(f"model.max_model_len: {longest} is more than the context of the model, {runner.max_positions} tokens ({place})")
-    engine = _on_device(runner, options, longest) if options.engine.device != "cpu" else _on_cpu(runner, options, longest)
-    tell(Step("warming up"))
     try:
+        engine = _on_device(runner, options, longest) if options.engine.device != "cpu" else _on_cpu(runner, options, longest)
+        tell(Step("warming up"))
         _warm_up(runner, options, longest)
     except NonFiniteLogits:
         raise BuildError(f"model.path: the weights in {options.path} produce logits that are not numbers") from None
@@ -118,17 +118,40 @@ def _on_cpu(runner: Any, options: Options, longest: int) -> Engine:
 def _on_device(runner: Any, options: Options, longest: int) -> Engine:
     """The pool is on the device, and one step is in flight. Transports see the host memory of the pool, into which blocks are copied, or
     the device's own if `options.direct`."""
-    from baton.engine.gpu.device import free_memory
+    from torch import OutOfMemoryError
+
+    from baton.engine.gpu.footprint import DeviceMemory, largest_step, spare
     from baton.engine.gpu.inputs import Capacity
     from baton.engine.gpu.overlap import OverlapEngine
 
-    blocks = count_blocks(options, longest, runner.layout.block_bytes, free_memory(runner.device))
-    capacity = Capacity(options.engine.limits.max_num_seqs, options.engine.limits.max_num_batched_tokens, longest)
+    limits, engine = options.engine.limits, options.engine
+    capacity = Capacity(limits.max_num_seqs, limits.max_num_batched_tokens, longest)
+    tell(Step("trying attention backends"))
     try:
-        runner.attach(KvPool(runner.layout, blocks), capacity=capacity, backend=options.engine.attention_backend, direct=options.direct)
+        backend = runner.choose_attention(engine.attention_backend, engine.equal_arithmetic)
+
+        def attach(blocks: int) -> None:
+            runner.attach(KvPool(runner.layout, blocks), capacity=capacity, backend=backend, direct=options.direct)
+
+        left = 0
+        if engine.kv_memory_bytes is None:
+            tell(Step("measuring memory"))
+            left = spare(runner, capacity, attach, DeviceMemory(runner.device))
+            log.info("%.0f MiB are left for KV beside weights, graphs and the largest step, and for what is in reserve", left / 2**20)
+            if not options.direct:
+                left = min(left, available_memory())  # each block has a place on the host, too
+        attach(count_blocks(options, longest, runner.layout.block_bytes, left))
+        chunks, needed = largest_step(capacity, runner.layout.block_size)
+        if needed <= runner.pool.num_blocks:
+            runner.run(chunks)
+    except (OutOfDeviceMemory, OutOfMemoryError) as error:
+        raise BuildError(
+            f"engine.max_num_batched_tokens: a step of {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} sequences does not"
+            f" fit beside weights and KV; lower it, engine.max_num_seqs, engine.kv_memory_mib or engine.kv_memory_fraction: {error}"
+        ) from None
     except ValueError as error:
         raise BuildError(str(error)) from None
-    return OverlapEngine(runner, options.engine.limits, longest, options.engine.prefix_caching)
+    return OverlapEngine(runner, limits, longest, engine.prefix_caching)
 
 
 def _settled(options: Options, config: Mapping[str, Any], device: DeviceFacts) -> Options:

@@ -122,6 +122,12 @@ class EngineOptions(Section):
         " With int4, the matrix that makes logits is int8.",
         "baton.engine.runner",
     )
+    equal_arithmetic: bool = option(
+        False,
+        "Let workers continue each other's streams and read each other's KV although their GPUs, attention kernels or CPUs differ, so that"
+        " last bits do, too. All workers must have the same value.",
+        "baton.engine.runner",
+    )
     compiled: bool = option(
         True, "Compiled kernels (but attention's on cuda: see attention_backend). false: plain torch for everything.", "baton.engine.choice"
     )

@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from baton.engine.cpu.decode_steps import DecodeSteps
 
 ROUNDED = {"auto": "", "int8": "-int8", "int4": "-int4+int8"}  # what the fingerprint says of the matrices, the head last if it differs
+DECLARED = "declared equal"
 log = logging.getLogger(__name__)
+
+
+def computed_by(model: str, arithmetic: str) -> str:
+    """The fingerprint of a model's KV and streams where they are computed so."""
+    return f"{model}-{blake2b(arithmetic.encode(), digest_size=4).hexdigest()}"
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -81,10 +87,10 @@ class ModelRunner:
         model = Transformer(config, read, DTYPES[dtype], where, choose(where, DTYPES[dtype]), weight_dtype)
         keep_memory()
         # KV and streams are continued only where they would have had the same bits: with the same weights, type, rounding and arithmetic.
-        arithmetic = f"{where.type}, {model.ops.arithmetic}"
+        arithmetic = DECLARED if options.engine.equal_arithmetic else f"{where.type}, {model.ops.arithmetic}"
         log.info("arithmetic: %s", arithmetic)
         layout = KvLayout(
-            f"{fingerprint(path)}-{dtype}{ROUNDED[weight_dtype]}-{blake2b(arithmetic.encode(), digest_size=4).hexdigest()}",
+            computed_by(f"{fingerprint(path)}-{dtype}{ROUNDED[weight_dtype]}", arithmetic),
             dtype,
             options.block_size,
             config.layers,

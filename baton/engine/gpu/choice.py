@@ -1,4 +1,5 @@
-"""Chooses the attention kernels of a device once, at start, by what is installed and what the layout allows. The caller never branches.
+"""Chooses the attention kernels of a device once, at start, by what is installed, what the layout allows, and what works when it is tried
+(`baton.engine.gpu.trial`). The caller never branches.
 
 flashinfer   any block size, heads of 64, 128 or 256: the fastest on Hopper
 flash_attn   blocks of a multiple of 256 tokens
@@ -7,7 +8,7 @@ torch        everything, slowly, on every device; cannot be captured into graphs
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -21,6 +22,7 @@ from baton.engine.model.checkpoint import LayerAttention
 BACKENDS = ("flashinfer", "flash_attn", "triton", "torch")  # best first
 FLASHINFER_HEADS = (64, 128, 256)
 FLASH_ATTN_BLOCK = 256
+MOST_REASON = 300  # characters
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -59,6 +61,38 @@ def why_not(backend: str, facts: Facts, found: Callable[[str], bool] = installed
     if facts.block_size % FLASH_ATTN_BLOCK:
         return f"engine.block_size {facts.block_size} is not a multiple of {FLASH_ATTN_BLOCK}"
     return None if facts.head_dim <= 256 and facts.head_dim % 8 == 0 else f"head_dim {facts.head_dim} is not a multiple of 8 up to 256"
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    backend: str
+    ok: bool
+    reason: str = ""  # why it is not, in one line
+
+
+def tries(wanted: str, facts: Facts, attempt: Callable[[str], object], found: Callable[[str], bool] = installed) -> Iterator[Tried]:
+    """Tries backends, best first if `wanted` is auto, as far as the caller asks. `attempt` computes with one and raises whatever it raises:
+    a package that is installed may lack a compiler, or kernels for this device."""
+    for backend in BACKENDS if wanted == "auto" else (wanted,):
+        reason = why_not(backend, facts, found)
+        if reason is None:
+            try:
+                attempt(backend)
+            except Exception as error:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:MOST_REASON]
+        yield Tried(backend, reason is None, reason or "")
+
+
+def first_that_works(wanted: str, facts: Facts, attempt: Callable[[str], object], found: Callable[[str], bool] = installed) -> list[Tried]:
+    """What was tried, the last of which works. Raises ValueError, which says what each lacks, if none does."""
+    if wanted not in ("auto", *BACKENDS):
+        raise ValueError(f"engine.attention_backend: {wanted!r} is unknown; known: auto, {', '.join(BACKENDS)}")
+    done: list[Tried] = []
+    for tried in tries(wanted, facts, attempt, found):
+        done.append(tried)
+        if tried.ok:
+            return done
+    raise ValueError("engine.attention_backend: " + "; ".join(f"{each.backend} is not possible here: {each.reason}" for each in done))
 
 
 def choose(wanted: str, facts: Facts, found: Callable[[str], bool] = installed) -> str:

@@ -19,6 +19,11 @@ def is_there(device: str) -> bool:
     return torch.device(device).type != "cuda" or torch.cuda.is_available()
 
 
+def model_of(device: torch.device) -> str:
+    """The name of a GPU's model; of another device, its type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that a CUDA device has left."""
     free: int = torch.cuda.mem_get_info(device)[0]

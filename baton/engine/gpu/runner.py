@@ -18,17 +18,18 @@ from baton.engine.core.protocol import Chunk, NonFiniteLogits, OutOfDeviceMemory
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.attention import DeviceAttention
-from baton.engine.gpu.choice import installed, make_attention
-from baton.engine.gpu.device import Mark, recover
+from baton.engine.gpu.choice import Facts, first_that_works, installed, make_attention
+from baton.engine.gpu.device import Mark, model_of, recover
 from baton.engine.gpu.graphs import Captures, Graphs, ladder, uncaptured
 from baton.engine.gpu.inputs import Capacity, Inputs, Seat, Step
 from baton.engine.gpu.overlap import StepResult
 from baton.engine.gpu.sampler import Draw, Pick, Sampler, answers, pick_plainly
 from baton.engine.gpu.staged_pool import StagedPool
+from baton.engine.gpu.trial import rehearse
 from baton.engine.model.kv_views import DTYPES
 from baton.engine.model.moe import Mixture, SeparateExperts
 from baton.engine.model.transformer import Transformer
-from baton.engine.runner import ModelRunner
+from baton.engine.runner import ModelRunner, computed_by
 
 if TYPE_CHECKING:
     from baton.engine.gpu.pool import DevicePool
@@ -99,6 +100,31 @@ class GpuRunner(ModelRunner):
         if self.attention.capturable and not _asks_the_device(self.model):
             self._capture(ladder(capacity.max_num_seqs) if graph_sizes is None else sorted(graph_sizes))
         self._warm_up_sampler()
+
+    def choose_attention(self, wanted: str, declared_equal: bool = False) -> str:
+        """The backend to `attach` with: `wanted`, or for auto the first that works. What does not is passed over, and the reason logged.
+        Raises ValueError if none does. Call it before there is a pool: from then on the layout tells by which GPU and which kernels KV is
+        computed, unless that is `declared_equal` everywhere."""
+        config, layout = self.model.config, self.layout
+        facts = Facts(self.device.type, DTYPES[layout.dtype], layout.block_size, layout.head_dim, layout.parts)
+        shape = config.attention, config.heads, layout.num_kv_heads, layout.value_dim, self.device
+        done = first_that_works(wanted, facts, lambda name: rehearse(name, facts, *shape))
+        for tried in done[:-1]:
+            log.warning("attention backend %s is passed over: %s", tried.backend, tried.reason)
+        chosen = done[-1].backend
+        if declared_equal:
+            return chosen
+        # The kernels share the work by the size of the batch, so bits depend on it.
+        arithmetic = f"{model_of(self.device)}, {self.model.ops.arithmetic}, {chosen}, not batch-invariant"
+        log.info("arithmetic: %s", arithmetic)
+        model = layout.model_fingerprint.rpartition("-")[0]
+        self.layout = replace(layout, model_fingerprint=computed_by(model, arithmetic))
+        return chosen
+
+    def detach(self) -> None:
+        """Drops the pool and all that `attach` made."""
+        for name in ("blocks", "pool", "attention", "graphs", "_inputs", "_sampler", "_staging"):
+            self.__dict__.pop(name, None)
 
     def _direct(self) -> "DevicePool":
         from baton.engine.gpu.pool import DevicePool  # its kernels need Triton

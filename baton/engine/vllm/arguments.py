@@ -107,6 +107,7 @@ def check(options: Options) -> None:
     for key, value, default in (
         ("engine.weight_dtype", options.engine.weight_dtype, "auto"),
         ("engine.attention_backend", options.engine.attention_backend, "auto"),
+        ("engine.equal_arithmetic", options.engine.equal_arithmetic, False),
         ("engine.compiled", options.engine.compiled, True),
         ("engine.products", options.engine.products, "auto"),
         ("engine.batching", options.engine.batching, "continuous"),

@@ -1,0 +1,47 @@
+"""Each attention backend, tried with one small step: only what has computed counts as there."""
+
+from collections.abc import Sequence
+
+import torch
+
+from baton.engine.core.protocol import Chunk
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence as Seq
+from baton.engine.gpu.choice import Facts, Tried, make_attention, tries
+from baton.engine.gpu.inputs import Capacity, Inputs
+from baton.engine.model.checkpoint import LayerAttention
+
+TOKENS = (1, 9)  # that the two sequences of a small step compute: a decode, and a prompt
+PAST = 3  # positions that the decode has before
+
+
+@torch.inference_mode()
+def rehearse(
+    backend: str, facts: Facts, layers: Sequence[LayerAttention], heads: int, kv_heads: int, value_dim: int, device: torch.device
+) -> None:
+    """Plans and computes attention once for a decode and a prompt, in each kind of layer. Raises whatever the backend raises."""
+    kinds = tuple(dict.fromkeys(layers))
+    seqs = [Seq(str(n), [0] * (n + PAST), n + PAST, SamplingParams(max_tokens=1), b"") for n in TOKENS]
+    chunks, block = [], 0
+    for seq, n in zip(seqs, TOKENS, strict=True):
+        count = -(-len(seq.tokens) // facts.block_size)
+        seq.blocks, block = list(range(block, block + count)), block + count
+        seq.computed = len(seq.tokens) - n
+        chunks.append(Chunk(seq, n))
+    pool = torch.zeros(block + 1, len(kinds), facts.parts, kv_heads, facts.block_size, facts.head_dim, dtype=facts.dtype, device=device)
+    inputs = Inputs(Capacity(len(seqs), sum(TOKENS), max(len(seq.tokens) for seq in seqs) + 1), facts.block_size, block, device)
+    attention = make_attention(backend, pool, kinds, heads, value_dim, inputs)
+    attention.begin(inputs.prepare(chunks))
+    q = torch.zeros(sum(TOKENS), heads, facts.head_dim, dtype=facts.dtype, device=device)
+    kv = torch.zeros(sum(TOKENS), facts.parts, kv_heads, facts.head_dim, dtype=facts.dtype, device=device)
+    for layer in range(len(kinds)):
+        if not attention(layer, q, kv).isfinite().all():  # which waits for the device
+            raise ValueError("attention over zeros is not finite")
+
+
+def tried_here(
+    device: str = "cuda", dtype: torch.dtype = torch.bfloat16, block_size: int = 16, heads: int = 32, kv_heads: int = 8, head_dim: int = 128
+) -> list[Tried]:
+    """Every backend, tried on this device with the shapes of a usual model: what `baton doctor` shows."""
+    facts = Facts(torch.device(device).type, dtype, block_size, head_dim, parts=2)
+    return list(tries("auto", facts, lambda name: rehearse(name, facts, [LayerAttention()], heads, kv_heads, 0, torch.device(device))))
