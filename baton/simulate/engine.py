@@ -42,6 +42,7 @@ class ModelledRunner:
     vocab_size = VOCABULARY
     eos_token_ids: frozenset[int] = frozenset()
     separates_output = True  # as of every real model
+    on_device = False
 
     def __init__(self, pace: Callable[[Seq[Chunk]], float], num_blocks: int, block_size: int, max_positions: int) -> None:
         self._pace = pace

@@ -60,7 +60,13 @@ def test_the_type_is_the_checkpoints_where_the_device_can_multiply_it(device: De
 @pytest.mark.parametrize("device", [CPU, H100])
 @pytest.mark.parametrize("kind", ["baton", "vllm"])
 def test_what_is_set_stays_and_has_no_reason(device: DeviceFacts, kind: str) -> None:
-    mine = {"dtype": "float16", "block_size": 64, "max_num_seqs": 3, "max_num_batched_tokens": 77, "kv_memory_fraction": 0.5}
+    mine: dict[str, Any] = {
+        "dtype": "float16",
+        "block_size": 64,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 77,
+        "kv_memory_fraction": 0.5,
+    }
     answer = settle(Options.of(Path(), kind=kind, device=device.kind, **mine), device, "bfloat16")
     assert numbers(answer.options) == ("float16", 64, 3, 77, 0.5) and not answer.why
     again = settle(settled(device, kind=kind), device, "bfloat16")

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine import choice as ops_choice
-from baton.engine.cpu import compiled_ops, features, panels, products
+from baton.engine.cpu import compiled_ops, panels, products
 from baton.engine.cpu.compiled_ops import CompiledOps
 from baton.engine.cpu.kernel_cache import Place
 from baton.engine.cpu.products import CANDIDATES, ROWS, Choice, decide, measured
@@ -210,11 +209,3 @@ def test_a_matrix_that_does_not_fit_is_left_to_others(kind: torch.dtype, monkeyp
     ops = CompiledOps("baton")
     assert ops.multiplier(torch.ones(3, 5, dtype=kind), None)(torch.ones(2, 5, dtype=kind)).tolist() == [[5.0] * 3] * 2
     assert ops.recurring
-
-
-@pytest.mark.parametrize(("there", "slower"), [({"avx2", "fma"}, True), ({"avx512f"}, True), ({"avx512bf16"}, False), ({"bf16"}, False)])
-def test_the_processor_alone_says_whether_bfloat16_is_slower(there: set[str], slower: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is timed, so a busy machine gives the same answer: it was bfloat16 there, whatever the processor."""
-    monkeypatch.setattr(features, "FEATURES", there)
-    monkeypatch.setattr(compiled_ops, "choice", lambda kind: pytest.fail("timed"))
-    assert ops_choice.bfloat16_is_slower() == slower
