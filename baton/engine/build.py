@@ -75,6 +75,8 @@ def build(options: Options) -> Built:
 def _load(options: Options, config: Mapping[str, Any]) -> tuple[Any, Options]:
     """The runner with its weights, without a pool, and the settled options."""
     if config.get("architectures") == [toy.ARCHITECTURE]:
+        if options.engine.device != "cpu":
+            raise BuildError(f"engine.device: the toy computes on a CPU, not on {options.engine.device}")
         options = _settled(options, config, DeviceFacts("cpu"))
         return toy.ToyRunner.load(options.path, fingerprint(options.path), options.block_size), options
     # Torch is loaded only here, so that a toy cluster starts without it.

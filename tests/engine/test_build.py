@@ -122,6 +122,11 @@ def test_the_toy_is_built_from_the_same_options(toy: Path) -> None:
     assert run(built.engine, [1, 2, 3]) == naive([1, 2, 3], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
 
 
+def test_the_toy_on_a_gpu_is_refused(toy: Path) -> None:
+    with pytest.raises(BuildError, match=r"^engine\.device: the toy computes on a CPU, not on cuda$"):
+        build(options(toy, device="cuda"))
+
+
 @pytest.mark.parametrize("model", ["small", "toy"])
 @pytest.mark.parametrize("longest", [2, 17, 96])
 def test_warming_up_leaves_no_block_owned_or_cached(model: str, longest: int, request: pytest.FixtureRequest) -> None:
