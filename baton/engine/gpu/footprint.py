@@ -66,7 +66,7 @@ def spare(runner: GpuRunner, capacity: Capacity, attach: Callable[[int], None], 
     memory.release()
     chunks, blocks = largest_step(capacity, runner.layout.block_size)
     attach(blocks)
-    runner.warm_up_copies()
+    runner.pool.warm_up()
     runner.run(chunks)
     left = memory.free() + (blocks + 1) * runner.layout.block_bytes
     runner.detach()

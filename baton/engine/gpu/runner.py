@@ -123,7 +123,7 @@ class GpuRunner(ModelRunner):
 
     def detach(self) -> None:
         """Drops the pool and all that `attach` made."""
-        for name in ("blocks", "pool", "attention", "graphs", "_inputs", "_sampler", "_staging"):
+        for name in ("blocks", "pool", "attention", "graphs", "_inputs", "_sampler"):
             self.__dict__.pop(name, None)
 
     def _direct(self) -> "DevicePool":
