@@ -97,6 +97,7 @@ HOMES = {
     "flashinfer": ("baton/engine/gpu/flashinfer_backend.py",),
     "flash_attn": ("baton/engine/gpu/flash_attn_backend.py",),
     "nixl_cu13": ("kvtransfer/nixl_transport.py",),
+    "pynvml": ("baton/cluster/gpus.py",),
     "redis": ("baton/cluster/redis_registry.py",),
     "psutil": ("baton/cluster/address.py", "baton/engine/vllm/engine.py", "kvtransfer/ucx.py"),
     "ray": ("baton/launch/ray_launcher.py",),
