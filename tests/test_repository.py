@@ -151,8 +151,8 @@ def within(path: Path) -> str:
 
 
 def room_of(path: Path) -> str:
-    if path == ROOT / "baton" / "__main__.py":
-        return "baton.cli"  # `python -m baton` is the same command
+    if path in (ROOT / "baton" / "__main__.py", ROOT / "loadtest" / "__main__.py"):
+        return "baton.cli"  # `python -m` of either is the same command
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     return max((room for room in ROOMS if name.startswith(f"{room}.")), key=len)
 

@@ -1,5 +1,8 @@
 """The flags of the commands are the fields of the option classes."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -86,3 +89,11 @@ def test_every_command_has_a_help_page() -> None:
         shown = CliRunner().invoke(cli.app, [command, "--help"])
         assert shown.exit_code == 0, shown.output
     assert all(is_dataclass(kind) for kind in (options.Measured, options.Entrance, options.Load, options.Target, options.Arms))
+
+
+def test_the_package_runs_as_the_command_does(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    command = [sys.executable, "-m", "loadtest", "replay", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert (done.returncode, done.stdout) == (2, "") and "campaign.json: No such file" in done.stderr
+    assert CliRunner().invoke(cli.app, ["replay", str(tmp_path)]).exit_code == 2
