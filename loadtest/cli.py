@@ -1,4 +1,4 @@
-"""`baton loadtest`: measure an endpoint, compare ways to use the same cores, redraw a report."""
+"""`baton loadtest`: measure an endpoint, compare ways to use the same hardware, redraw a report."""
 
 import asyncio
 import math
@@ -22,8 +22,10 @@ from loadtest.options import Arms, Entrance, Load, Measured, Target, takes
 
 if TYPE_CHECKING:  # numpy and matplotlib are loaded by the commands that need them, not by every `baton status`
     from loadtest.access import Access
+    from loadtest.arms import Ratio
     from loadtest.campaign import Campaign
     from loadtest.drive import Live
+    from loadtest.hardware import Hardware
     from loadtest.plan import Comparison, Plan
     from loadtest.slo import Slo
 
@@ -33,6 +35,7 @@ out, err = Console(highlight=False, width=None if sys.stdout.isatty() else 200),
 HEAVY = ("--hidden", "768", "--layers", "12", "--heads", "12", "--kv-heads", "4")
 DISPLAY_EVERY_S = 0.5
 NO_VERDICT = 3  # exit code
+CHUNK = 256  # tokens of a step on cores
 RUN_S, SEEDS = 20.0, "1,2,3,4,5,6"  # where nothing is given; `compare` fits both into its time
 
 
@@ -51,7 +54,7 @@ def run(target: Target, measured: Measured, entrance: Entrance, place: Place, id
 @app.command()
 @takes(Arms, Measured, Entrance, Identity, Load)
 def compare(arms: Arms, measured: Measured, entrance: Entrance, identity: Identity, load: Load) -> None:
-    """Is it worth separating prefill and decode? Every arm gets the same cores and the same requests."""
+    """Is it worth separating prefill and decode? Every arm gets the same hardware and the same requests."""
     with _failing():
         from loadtest.measure import compare_arms
 
@@ -181,28 +184,51 @@ def _access(entrance: Entrance, identity: Identity) -> "Access":
 
 def _comparison(arms: Arms, chosen: frozenset[str]) -> "Comparison":
     """`chosen`: what nobody gave. All is checked before the model is made, which takes a while. Raises ValueError and ClusterError."""
-    from loadtest.cluster import Hardware, default_cores
+    from loadtest.cluster import check_equal
     from loadtest.plan import Comparison
 
-    prefill_share, _, decode_share = arms.ratio.partition(":")
-    if not (prefill_share.isdigit() and decode_share.isdigit()):
-        raise ValueError(f"ratio: {arms.ratio!r} is not N:M")
     comparison = Comparison(
-        model="",
+        model=arms.model,
         arms=tuple(arms.arms.split(",")),
-        hardware=Hardware(tuple(map(int, _numbers("cores", arms.cores))) if arms.cores else default_cores(), arms.threads),
-        ratio=(int(prefill_share), int(decode_share)),
-        chunk=arms.chunk,
+        hardware=_hardware(arms),
+        ratio=_ratio(arms.ratio),
+        chunk=arms.chunk if arms.chunk or arms.gpus is not None else CHUNK,
         rates=tuple(_positive("rates", rate) for rate in _numbers("rates", arms.rates)) if arms.rates is not None else (),
         vary=_vary(arms.vary),
         bisections=arms.bisections,
         engines=tuple(arms.engines.split(",")),
         vllm=arms.vllm,
+        parallel=arms.tensor_parallel,
+        dtype=arms.dtype,
         within_s=_positive("within", arms.within),
         chosen=chosen,
     )
-    comparison.make_arms()
+    check_equal(comparison.make_arms(), comparison.common, comparison.hardware)
     return replace(comparison, model=_model(arms.model))
+
+
+def _hardware(arms: Arms) -> "Hardware":
+    """Raises ValueError and ClusterError."""
+    from loadtest.hardware import Cores, default_cores, find_gpus
+
+    if arms.gpus is None:
+        if arms.tensor_parallel != 1:
+            raise ValueError("tensor-parallel: ranks are on GPUs: say how many with --gpus")
+        return Cores(tuple(map(int, _numbers("cores", arms.cores))) if arms.cores else default_cores(), arms.threads or 1)
+    for name, given in (("cores", arms.cores), ("threads", arms.threads)):
+        if given is not None:
+            raise ValueError(f"{name}: with --gpus, arms share GPUs and not cores")
+    return find_gpus(arms.gpus, arms.tensor_parallel)
+
+
+def _ratio(text: str) -> "Ratio":
+    """Raises ValueError."""
+    prefill, _, decode = text.partition(":")
+    if text == "all":
+        return None
+    if not (prefill.isdigit() and decode.isdigit()):
+        raise ValueError(f"ratio: {text!r} is not N:M or all")
+    return int(prefill), int(decode)
 
 
 async def _show(running: "asyncio.Task[Any]", live: "Live", slo: "Slo", duration_s: float, title: str) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 from loadtest.access import Access
 from loadtest.campaign import Arm, Campaign, Probe, this_machine
-from loadtest.cluster import ClusterError, RunningCluster, check_equal
+from loadtest.cluster import RunningCluster, check_equal
 from loadtest.compare import HIGHER, abba, judge_arm, pilot_arm
 from loadtest.drive import NO_SERVER, Live, drive
+from loadtest.hardware import ClusterError
 from loadtest.lengths import DRAIN_S, FEWEST_SEEDS, PILOT, Lengths, choose, share
 from loadtest.plan import CHUNK, FIRST_ID, Comparison, Plan, Workload
 from loadtest.priority import raised
@@ -44,7 +45,7 @@ async def compare_arms(plan: Plan, comparison: Comparison) -> Campaign:
     ClusterError and ConnectionError. After the first run, a cluster that fails ends the campaign early: what was measured is kept, and the
     campaign says why it ended."""
     runs = _Runs(plan, comparison)
-    machine = this_machine()
+    machine = {**this_machine(), **comparison.hardware.facts}
     arms: dict[str, Arm] = {}
     config: dict[str, Any] = {}
     key, values = comparison.vary
@@ -61,7 +62,7 @@ async def compare_arms(plan: Plan, comparison: Comparison) -> Campaign:
         if not runs.probes:
             raise
         runs.partial = f"a cluster failed: {error}"
-    title = f"{Path(comparison.model).name} on {len(comparison.hardware.cores)} cores"
+    title = f"{Path(comparison.model).name} on {comparison.hardware}"
     return runs.campaign(title, tuple(arms.values()), config, machine)
 
 
@@ -72,7 +73,7 @@ async def _compare_variant(runs: "_Runs", comparison: Comparison, load: Workload
     for arm in arms:
         all_arms[arm.name] = arm.joined(all_arms.get(arm.name, arm))
     config = check_equal(arms, comparison.common, hardware)
-    plan.note(f"{', '.join(all_arms)}: the same in every key but their topology, {len(hardware.cores)} cores each")
+    plan.note(f"{', '.join(all_arms)}: the same in every key but their topology, {hardware} each")
     seeds, lengths, share_s = _chosen(plan, comparison, len(arms))
     rounds = _Rounds(comparison.within_s if "seeds" in comparison.chosen else math.inf)
     higher = HIGHER if "rates" in comparison.chosen else 0

@@ -125,7 +125,11 @@ class Arms:
         str, typer.Option(help="Folder of a checkpoint. heavy: a seeded random one of 85 M parameters, made on first use.")
     ] = "heavy"
     arms: Annotated[
-        str, typer.Option(help="Any of colocated, unchunked, static, dynamic, disaggregated, bypass; colocated@64 sets its own chunk.")
+        str,
+        typer.Option(
+            help="Any of colocated, unchunked, static, dynamic, disaggregated, bypass; colocated@64 has its own chunk, "
+            "disaggregated-1:3 its own split."
+        ),
     ] = "colocated,disaggregated"
     engines: Annotated[
         str,
@@ -133,9 +137,12 @@ class Arms:
     ] = "baton"
     vllm: Annotated[str, typer.Option(help="Arguments of vLLM for the arms over it, as in engine.vllm: {enforce_eager: true}.")] = "{}"
     cores: Annotated[str | None, typer.Option(help="Cores that every arm gets: 0,1. By default all.")] = None
-    threads: Annotated[int, typer.Option(help="Cores per worker.")] = 1
-    ratio: Annotated[str, typer.Option(help="Prefill to decode workers of the arms that have both.")] = "1:1"
-    chunk: Annotated[int, typer.Option(help="Most tokens in one step.")] = 256
+    threads: Annotated[int | None, typer.Option(help="Cores per worker, by default 1.")] = None
+    gpus: Annotated[int | None, typer.Option(help="GPUs that every arm gets instead of cores, one for each worker.")] = None
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs per worker. Only for vLLM.")] = 1
+    dtype: Annotated[str | None, typer.Option(help="Type of weights and KV, as model.dtype.")] = None
+    ratio: Annotated[str, typer.Option(help="Prefill to decode workers of the arms that have both; all: every split is an arm.")] = "1:1"
+    chunk: Annotated[int | None, typer.Option(help="Most tokens in one step; by default 256, on GPUs the engine's own.")] = None
     vary: Annotated[str, typer.Option(help="A parameter at several values: input=100,400,1000 (also output, hit_rate, chunk).")] = ""
     bisections: Annotated[
         int, typer.Option(help="Runs of each arm between the last rate that holds and the first that does not, to choose its rate.")

@@ -10,9 +10,10 @@ from typing import Any
 
 from loadtest import arrivals, traces, workload
 from loadtest.access import Access
+from loadtest.arms import Ratio, check_engines, make_arms, over_engines
 from loadtest.campaign import Arm
-from loadtest.cluster import VLLM_BLOCK, Hardware, make_arms, over_engines
 from loadtest.drive import Live, Run
+from loadtest.hardware import Cores, Hardware, with_ranks
 from loadtest.slo import Slo
 from loadtest.window import Window
 from loadtest.workload import Item
@@ -20,6 +21,7 @@ from loadtest.workload import Item
 FIRST_ID = 10  # above the special tokens
 MAX_TRACE = 100_000  # requests of a trace that one run holds: a whole public trace would not fit into memory
 TRACE = "trace"  # arrivals: the trace's own times
+VLLM_BLOCK = "32"  # tokens: vLLM on a CPU takes only multiples of it
 CHUNK = "chunk"  # the only parameter that can be varied and is not a field of Workload
 VARIED = ("input", "output", "hit_rate", CHUNK)
 
@@ -151,13 +153,15 @@ class Comparison:
     model: str
     arms: tuple[str, ...]
     hardware: Hardware
-    ratio: tuple[int, int]
-    chunk: int
+    ratio: Ratio
+    chunk: int | None  # None: the engine's own
     rates: tuple[float, ...]
     vary: tuple[str, tuple[str, ...]]
     bisections: int
     engines: tuple[str, ...] = ("baton",)
     vllm: str = "{}"  # engine.vllm of the arms over vLLM
+    parallel: int = 1  # tensor-parallel ranks of each worker
+    dtype: str | None = None  # None: the engine's own
     within_s: float = math.inf
     chosen: frozenset[str] = frozenset()
     start_s: float = 8.0  # that a cluster takes to start and stop
@@ -166,10 +170,18 @@ class Comparison:
     @property
     def common(self) -> dict[str, str]:
         """The settings that all arms share."""
-        found = {"model.path": self.model, "engine.threads": str(self.hardware.threads), "telemetry.log_level": "warning"}
-        return found if self.engines == ("baton",) else {**found, "engine.block_size": VLLM_BLOCK}
+        found = {"model.path": self.model, **self.hardware.settings, "telemetry.log_level": "warning"}
+        if self.dtype is not None:
+            found["model.dtype"] = self.dtype
+        if "vllm" in self.engines and isinstance(self.hardware, Cores):
+            found["engine.block_size"] = VLLM_BLOCK
+        return found
 
     def make_arms(self) -> tuple[Arm, ...]:
-        """Raises ClusterError for an arm or an engine that does not exist or does not fit the hardware."""
+        """Raises ClusterError for an arm or an engine that does not exist or does not fit the hardware, and ValueError for ranks that do
+        not."""
+        check_engines(self.engines)
         arms = make_arms(self.arms, self.hardware, self.ratio, self.chunk)
-        return arms if self.engines == ("baton",) else over_engines(arms, self.engines, self.vllm)
+        if self.engines == ("baton",) and self.parallel == 1:
+            return arms
+        return over_engines(arms, self.engines, with_ranks(self.vllm, self.parallel, self.engines))

@@ -66,7 +66,7 @@ ARROWS = {
         "baton.cluster.open_files",
         "baton.moves",
     },
-    "loadtest": {"baton.access", "baton.client", "baton.launch.state", "baton.stages", "baton.terminal"},
+    "loadtest": {"baton.access", "baton.client", "baton.cluster.gpus", "baton.launch.state", "baton.stages", "baton.terminal"},
     "prefill_worker": WORKER | {"baton.worker"},
     # Of the engine only what is plain data and standard library: the router never loads torch.
     "router": {
@@ -136,7 +136,7 @@ PURE = (
     "router/curves.py", "router/listing.py",
     "router/stop.py", "router/slo.py", "router/resume.py", "router/transcript.py", "loadtest/latency.py",
     "loadtest/slo.py", "loadtest/distribution.py", "loadtest/window.py", "loadtest/summary.py", "loadtest/estimate.py",
-    "loadtest/verdict.py",
+    "loadtest/verdict.py", "loadtest/arms.py",
 )  # fmt: skip
 BANNED = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 

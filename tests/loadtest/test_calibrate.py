@@ -14,13 +14,13 @@ from loadtest import calibrate as calibration
 from loadtest import priority
 from loadtest.access import Access
 from loadtest.calibrate import Seen, calibrate
-from loadtest.cluster import Hardware, default_cores
 from loadtest.drive import Answer
+from loadtest.hardware import Cores, default_cores
 from loadtest.lengths import DRAIN_S, FEWEST_SEEDS, LONGEST_S, MOST_SEEDS, PILOT, SHORTEST_S, Lengths, choose
 from loadtest.plan import Comparison, Workload
 
 COMPARISON = Comparison(
-    model="model", arms=("colocated",), hardware=Hardware(default_cores()[:1], 1), ratio=(1, 1), chunk=64, rates=(), vary=("", ("",)),
+    model="model", arms=("colocated",), hardware=Cores(default_cores()[:1], 1), ratio=(1, 1), chunk=64, rates=(), vary=("", ("",)),
     bisections=0,
 )  # fmt: skip
 

@@ -4,9 +4,11 @@ import os
 
 import pytest
 
+from loadtest.arms import make_arms, over_engines
 from loadtest.campaign import Arm, Probe
-from loadtest.cluster import ClusterError, Hardware, check_equal, default_cores, make_arms, over_engines
+from loadtest.cluster import check_equal
 from loadtest.compare import Capacity, abba, capacity, judge_arm, next_rate, pilot_arm
+from loadtest.hardware import ClusterError, Cores, default_cores
 
 A, B, C = (Arm(name, {}) for name in "ABC")
 
@@ -112,7 +114,7 @@ async def test_a_broken_run_ends_the_arm() -> None:
     assert len(arm.asked) == 2
 
 
-HARDWARE = Hardware(default_cores()[:2], 1)
+HARDWARE = Cores(default_cores()[:2], 1)
 COMMON = {"model.path": "nowhere", "engine.threads": "1"}
 ALL = ("colocated", "unchunked", "static", "dynamic", "disaggregated", "bypass")
 
@@ -165,9 +167,9 @@ def test_every_arm_runs_over_every_engine() -> None:
 
 def test_impossible_hardware_and_arms_are_refused() -> None:
     with pytest.raises(ClusterError, match="cannot be used"):
-        Hardware((0, 4096), 1)
+        Cores((0, 4096), 1)
     with pytest.raises(ClusterError, match="do not fill"):
-        Hardware(HARDWARE.cores, 3)
+        Cores(HARDWARE.cores, 3)
     with pytest.raises(ClusterError, match="'fast' is not one of"):
         make_arms(("fast",), HARDWARE, (1, 1), 128)
     for name in ("colocated@many", "unchunked@64"):

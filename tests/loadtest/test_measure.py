@@ -15,8 +15,9 @@ import pytest
 from loadtest import cluster, measure
 from loadtest.access import Access
 from loadtest.campaign import Campaign
-from loadtest.cluster import ClusterError, Hardware, RunningCluster
+from loadtest.cluster import RunningCluster
 from loadtest.drive import Answer, Run
+from loadtest.hardware import ClusterError, Cores
 from loadtest.measure import compare_arms, measure_endpoint
 from loadtest.plan import Comparison, Plan, Workload
 from loadtest.slo import Slo
@@ -24,7 +25,7 @@ from loadtest.slo import Slo
 WORKLOAD = Workload(input="8", output="4", max_tokens=64, arrivals="constant", duration_s=4.0)
 PLAN = Plan(workload=WORKLOAD, slo=Slo(ttft_s=1.0), seeds=(1, 2), warm_up_s=0.5, cool_down_s=0.5, timeout_s=5.0)
 COMPARISON = Comparison(
-    model="model", arms=("colocated", "disaggregated"), hardware=Hardware((0, 1), 1), ratio=(1, 1), chunk=64, rates=(1.0,),
+    model="model", arms=("colocated", "disaggregated"), hardware=Cores((0, 1), 1), ratio=(1, 1), chunk=64, rates=(1.0,),
     vary=("", ("",)), bisections=0,
 )  # fmt: skip
 BATON = "import sys; sys.stderr.write({!r}); sys.exit({})"

@@ -14,8 +14,8 @@ import pytest
 from live_cluster import Cluster, cluster, toy
 
 from loadtest.campaign import Campaign
-from loadtest.cluster import default_cores
 from loadtest.grpc_door import GrpcDoor
+from loadtest.hardware import default_cores
 from loadtest.latency import MAX_STAGE_GAP, stage_sum_gap
 
 pytestmark = pytest.mark.system
