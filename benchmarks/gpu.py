@@ -4,7 +4,8 @@
 
 Full numbers go to OUT/gpu.json after each section, with the cost table of steps (seconds by batch, context and chunk); a short table is
 printed last. Needs torch, transformers, triton and safetensors, and under eight minutes: a section that fails, or that no time is left
-for, says so, and the others run. Cells whose KV the device's memory cannot hold are left out by name. Without a CUDA device it exits with
+for, says so, and the others run. A device whose memory cannot hold the shapes of 8 B gets those of 0.6 B, and cells whose KV it cannot hold
+are left out by name. Without a CUDA device it exits with
 status 2; `--cpu-smoke` walks through the same code with toy shapes on the CPU.
 
 Weights are random, which does not affect speed. Correctness (G1) is measured against `transformers` on the same weights.
@@ -51,6 +52,8 @@ from baton.engine.model.transformer import Transformer
 
 SMOKE = "--cpu-smoke" in sys.argv
 RESERVE = 10 << 30  # bytes for activations, graphs and libraries
+LEAST_TOKENS = 40_000  # of KV, with which a model is worth measuring
+SPARE_BLOCKS = 256
 COMPILE_S = 90.0  # how long `transformers` may need to compile for one batch size
 SLEEP_CYCLES = 30_000_000  # at 2 GHz 15 ms, longer than the host needs to submit what is timed
 BLOCK = 16
@@ -665,7 +668,7 @@ class Run:
         return self._budget_s - (time.perf_counter() - self.began)
 
     def section(self, name: str, work: Callable[[], dict[str, Any]]) -> None:
-        if self.only and name not in self.only and name not in ("load", "profile"):
+        if self.only and name not in self.only and name not in ("ceilings", "load", "profile"):
             return
         began = time.perf_counter()
         if self.left() < 0:
@@ -686,25 +689,63 @@ class Run:
         self._file.write_text(json.dumps({**whole, "table": found.rows}, indent=1))
 
 
-def big_runner(machine: Machine, report: Report) -> GpuRunner:
-    """The model of G2 to G8, with only the batch sizes that are measured, and room for the largest cell. Cells that do not fit into the
-    device's memory leave `machine.sizes`."""
-    config = config_of(machine.sizes.model)
-    element = 2 if machine.cuda else 4
-    per_token = 2 * config.layers * config.kv_heads * config.head_dim * element
-    weights = element * sum(int(np.prod(shape)) for shape in expected_tensors(config).values())
-    fits = (torch.cuda.mem_get_info()[0] - weights - RESERVE) // per_token if machine.cuda else 1 << 20
-    slack = 3 * machine.sizes.steps + 2 * BLOCK + 8
-    batches = tuple((batch, c) for batch, c in machine.sizes.batches if batch * (c + slack) + 256 * BLOCK <= fits)
-    for batch, c in set(machine.sizes.batches) - set(batches):
-        report.row(f"G3 decode, batch {batch}, context {c}", f"left out: {batch * c * per_token >> 30} GiB of KV")
-    sizes = machine.sizes = replace(machine.sizes, batches=batches)
+def token_bytes(raw: dict[str, Any], element: int) -> int:
+    """KV bytes of one token; `element`: bytes of a number."""
+    config = config_of(raw)
+    return 2 * config.layers * config.kv_heads * config.head_dim * element
+
+
+def fitting(sizes: Sizes, memory: float, element: int = 2) -> tuple[Sizes, list[str]]:
+    """The sizes that `memory` bytes of a device hold, and what was left out. `element`: bytes of a number. Raises MemoryError if even the
+    small model does not fit."""
+    out: list[str] = []
+    for raw in (sizes.model, sizes.small):
+        each = token_bytes(raw, element)
+        weights = element * sum(int(np.prod(shape)) for shape in expected_tensors(config_of(raw)).values())
+        tokens = int(memory - weights - RESERVE) // each
+        if tokens >= LEAST_TOKENS or raw is sizes.small:
+            break
+        out.append(f"the model of {weights >> 30} GiB; the small one is measured instead")
+    slack = 3 * sizes.steps + 2 * BLOCK + 8
+
+    def room(what: str, count: int, tokens_each: int) -> bool:
+        held = count * (tokens_each + slack) + SPARE_BLOCKS * BLOCK <= tokens
+        if not held:
+            out.append(f"{what}: {count * tokens_each * each / 2**30:.1f} GiB of KV")
+        return held
+
     decodes, context, prompt, every = sizes.interference
-    cells = [(1, c) for c in sizes.contexts] + list(batches) + [(1, n) for n in sizes.prefills]
+    made = replace(
+        sizes,
+        model=raw,
+        contexts=tuple(c for c in sizes.contexts if room(f"batch 1, context {c}", 1, c)),
+        batches=tuple((n, c) for n, c in sizes.batches if room(f"batch {n}, context {c}", n, c)),
+        prefills=tuple(n for n in sizes.prefills if room(f"prefill {n}", 1, n)),
+        handoffs=tuple(n for n in sizes.handoffs if room(f"handoff of {n}", 2, n)),
+    )
+    while not (decodes + 1) * (max(context, prompt // decodes) + 6 * every + slack) + SPARE_BLOCKS * BLOCK <= tokens and decodes > 1:
+        decodes //= 2
+    if not (made.contexts and made.prefills):
+        raise MemoryError(f"{memory / 2**30:.1f} GiB of device memory hold neither model with a prompt")
+    return replace(made, interference=(decodes, context, prompt, every)), out
+
+
+def big_runner(machine: Machine, report: Report) -> GpuRunner:
+    """The model of G2 to G8, with only the batch sizes that are measured, and room for the largest cell. `machine.sizes` becomes what fits
+    into the device's memory."""
+    if machine.cuda:
+        machine.sizes, left_out = fitting(machine.sizes, torch.cuda.mem_get_info()[0])
+        for what in left_out:
+            report.row("G2-G8 left out", what)
+    sizes = machine.sizes
+    slack = 3 * sizes.steps + 2 * BLOCK + 8
+    decodes, context, prompt, every = sizes.interference
+    cells = [(1, c) for c in sizes.contexts] + list(sizes.batches) + [(1, n) for n in sizes.prefills]
     most = max(batch * (c + slack) for batch, c in (*cells, (decodes + 1, max(context, prompt // decodes) + 6 * every)))
     longest = max(c for _, c in (*cells, (1, prompt))) + slack
     capacity = Capacity(max(*(batch for batch, _ in cells), decodes + 1), max(*sizes.prefills, prompt + decodes), longest)
-    return random_runner(machine, sizes.model, capacity, -(-most // BLOCK) + 256, sorted({batch for batch, _ in cells} | {decodes}))
+    graphs = sorted({batch for batch, _ in cells} | {decodes})
+    return random_runner(machine, sizes.model, capacity, -(-most // BLOCK) + SPARE_BLOCKS, graphs)
 
 
 def describe_device(device: torch.device) -> str:
@@ -745,7 +786,7 @@ def main() -> int:
     only = {name for name in options.only.split(",") if name}
     options.out.mkdir(parents=True, exist_ok=True)
     run = Run(only, report, options.budget, options.out / "gpu.json", where)
-    report.sections["ceilings"] = ceilings(machine, report)
+    run.section("ceilings", lambda: ceilings(machine, report))
     run.section("g1", lambda: g1(machine, report))
     sections = {"g2": g2, "g3": g3, "g4": g4, "g5": g5, "g6": g6, "g7": g7, "g8": g8}
     if not only or only & sections.keys():
@@ -755,11 +796,19 @@ def main() -> int:
             big.append(big_runner(machine, report))
             return {"blocks": len(big[0].blocks), "graphs": big[0].graphs.sizes}
 
+        def on_big(work: Callable[[GpuRunner], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+            def call() -> dict[str, Any]:
+                if not big:
+                    raise RuntimeError("there is no model: `load` failed")
+                return work(big[0])
+
+            return call
+
         run.section("load", load)
         if options.profile:
-            run.section("profile", lambda: profile(machine, big[0], options.out))
+            run.section("profile", on_big(lambda runner: profile(machine, runner, options.out)))
         for name, work in sections.items():
-            run.section(name, lambda work=work: work(machine, report, big[0]))  # type: ignore[misc]
+            run.section(name, on_big(partial(work, machine, report)))
         big.clear()
     run.section("g9", lambda: g9(machine, report))
     run.section("g11", lambda: g11(machine, report, run.left))

@@ -1,6 +1,7 @@
 """`benchmarks/gpu.py` from end to end, with toy shapes on the CPU: every section runs, and it reports a missing device."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from baton.engine.model.checkpoint import expected_tensors
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,3 +47,40 @@ def test_the_benchmark_of_links_compares_every_byte(tmp_path: Path) -> None:
 def test_the_benchmark_reports_a_missing_device(tmp_path: Path) -> None:
     done = subprocess.run([*SCRIPT, str(tmp_path)], capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
     assert done.returncode == 2 and "no CUDA device" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("gib", "small", "batches", "decodes"),
+    [(139, False, 8, 32), (78, False, 6, 32), (44, False, 5, 32), (24, True, 3, 32), (16, True, 3, 16)],
+)
+def test_what_is_measured_follows_the_memory_found(gib: int, small: bool, batches: int, decodes: int) -> None:
+    """Free memory of an H200, an H100, an L40S, an A10 and a T4, and the KV of everything that is kept."""
+    import gpu
+
+    sizes, left_out = gpu.fitting(gpu.H200, gib * 2**30)
+    assert (sizes.model is gpu.QWEN3_06B, len(sizes.batches), sizes.interference[0]) == (small, batches, decodes), left_out
+    kinds = ("batches", "prefills", "contexts", "handoffs")
+    assert len(left_out) == small + sum(len(getattr(gpu.H200, kind)) - len(getattr(sizes, kind)) for kind in kinds)
+    shapes = expected_tensors(gpu.config_of(sizes.model)).values()
+    weights = 2 * sum(int(math.prod(shape)) for shape in shapes)
+    for batch, context in (*sizes.batches, *((1, n) for n in (*sizes.contexts, *sizes.prefills)), *((2, n) for n in sizes.handoffs)):
+        assert weights + batch * context * gpu.token_bytes(sizes.model, 2) + gpu.RESERVE <= gib * 2**30
+
+
+def test_too_little_memory_is_said() -> None:
+    import gpu
+
+    with pytest.raises(MemoryError, match=r"8\.0 GiB of device memory hold neither model"):
+        gpu.fitting(gpu.H200, 8 * 2**30)
+
+
+def test_a_section_that_fails_stops_no_other_and_what_was_found_is_kept(tmp_path: Path) -> None:
+    """`load` fails: the big model's sections say why, the rest runs, and the file has all of it."""
+    arguments = ["gpu.py", str(tmp_path), "--cpu-smoke", "--only", "g2,g9"]
+    env = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "TRITON_INTERPRET": "1"}
+    code = f"import sys; sys.argv = {arguments!r}; import gpu; gpu.big_runner = None; sys.exit(gpu.main())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 1, done.stderr[-2000:]
+    found = json.loads((tmp_path / "gpu.json").read_text())["sections"]
+    assert list(found) == ["ceilings", "load", "g2", "g9"] and "as plain torch" in found["g9"]["greedy"]
+    assert "NoneType" in found["load"]["failed"] and "`load` failed" in found["g2"]["failed"]
