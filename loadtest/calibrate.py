@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any
 
 from loadtest.access import Access
-from loadtest.cluster import RunningCluster
 from loadtest.drive import Door
 from loadtest.measure import warm_up
 from loadtest.plan import Comparison, Note, Workload
@@ -62,7 +61,7 @@ async def calibrate(comparison: Comparison, workload: Workload, access: Access, 
     items, _ = workload.items(MANY, SEED, note)
     note(f"looking at {arm.name} for about {ALONE_S / 2 + BUSY_S:.0f} s, to propose objectives and rates")
     began = perf_counter()
-    async with RunningCluster({**comparison.common, **arm.topology}, "loadtest") as endpoints:
+    async with comparison.running(arm) as endpoints:
         address = endpoints[access.protocol]
         await warm_up(address, timeout_s, access)
         started = perf_counter()

@@ -2,10 +2,11 @@
 
 import asyncio
 import math
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -15,9 +16,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from baton.access.access import find, identify
+from baton.access.access import find, forwarded, identify
 from baton.access.options import Identity, Place
+from baton.cluster.errors import BatonError
 from baton.launch import state
+from baton.launch.pods import parse_release
 from loadtest.options import Arms, Entrance, Load, Measured, Target, takes
 
 if TYPE_CHECKING:  # numpy and matplotlib are loaded by the commands that need them, not by every `baton status`
@@ -27,6 +30,7 @@ if TYPE_CHECKING:  # numpy and matplotlib are loaded by the commands that need t
     from loadtest.drive import Live
     from loadtest.hardware import Hardware
     from loadtest.plan import Comparison, Plan
+    from loadtest.release import Release
     from loadtest.slo import Slo
 
 app = typer.Typer(no_args_is_help=True, help="Load test: goodput under an SLO, and whether disaggregation pays.")
@@ -35,6 +39,7 @@ out, err = Console(highlight=False, width=None if sys.stdout.isatty() else 200),
 HEAVY = ("--hidden", "768", "--layers", "12", "--heads", "12", "--kv-heads", "4")
 DISPLAY_EVERY_S = 0.5
 NO_VERDICT = 3  # exit code
+MODEL = "heavy"
 CHUNK = 256  # tokens of a step on cores
 RUN_S, SEEDS = 20.0, "1,2,3,4,5,6"  # where nothing is given; `compare` fits both into its time
 
@@ -56,13 +61,35 @@ def run(target: Target, measured: Measured, entrance: Entrance, place: Place, id
 def compare(arms: Arms, measured: Measured, entrance: Entrance, identity: Identity, load: Load) -> None:
     """Is it worth separating prefill and decode? Every arm gets the same hardware and the same requests."""
     with _failing():
-        from loadtest.measure import compare_arms
-
+        own = identify(identity)
+        trusted = forwarded(own) if arms.kubernetes and not arms.address else own
         # Every answered request meets the time-out, until a look at the first arm has proposed objectives.
-        plan = _plan(arms.slo or f"ttft={measured.timeout}s", measured, _access(entrance, identify(identity)), load)
+        plan = _plan(arms.slo or f"ttft={measured.timeout}s", measured, _access(entrance, trusted), load)
         given = {"slo": arms.slo, "rates": arms.rates, "duration": load.duration, "seeds": measured.seeds}
-        comparison = _comparison(arms, frozenset(name for name, value in given.items() if value is None))
-        _report(asyncio.run(compare_arms(*_calibrated(plan, comparison))), measured.out)
+        chosen = frozenset(name for name, value in given.items() if value is None)
+        release = _release(arms, entrance, own, plan)
+        _report(asyncio.run(_compared(arms, chosen, plan, release)), measured.out)
+
+
+async def _compared(arms: Arms, chosen: frozenset[str], plan: "Plan", release: "Release | None") -> "Campaign":
+    """An order to stop ends it as Ctrl-C does: what was measured is kept, and a release gets its sizes back."""
+    from loadtest.hardware import ClusterError
+    from loadtest.measure import compare_arms
+
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    campaign = None
+    try:
+        async with release or nullcontext():
+            campaign = await compare_arms(*await _calibrated(plan, _comparison(arms, chosen, release)))
+    except asyncio.CancelledError:
+        raise RuntimeError("it was ended before anything was measured") from None
+    except ClusterError as error:
+        if campaign is None:
+            raise
+        return replace(campaign, partial="; ".join(filter(None, (campaign.partial, str(error)))))
+    return campaign
 
 
 @app.command()
@@ -116,7 +143,7 @@ def _report(campaign: "Campaign", folder: Path) -> None:
         raise typer.Exit(NO_VERDICT)
 
 
-def _calibrated(plan: "Plan", comparison: "Comparison") -> tuple["Plan", "Comparison"]:
+async def _calibrated(plan: "Plan", comparison: "Comparison") -> tuple["Plan", "Comparison"]:
     """Adds the objectives and the rates that nobody gave. Raises as `calibrate` does."""
     from loadtest.calibrate import calibrate
     from loadtest.plan import TRACE
@@ -127,7 +154,7 @@ def _calibrated(plan: "Plan", comparison: "Comparison") -> tuple["Plan", "Compar
         raise ValueError("rates: how much faster to play a trace with its own times has to be said")
     began = perf_counter()
     key, values = comparison.vary
-    seen = asyncio.run(calibrate(comparison, plan.workload.vary(key, values[0]), plan.access, plan.timeout_s, plan.note))
+    seen = await calibrate(comparison, plan.workload.vary(key, values[0]), plan.access, plan.timeout_s, plan.note)
     if "slo" in comparison.chosen:
         plan = replace(plan, slo=seen.slo)
     rates = seen.rates if "rates" in comparison.chosen else comparison.rates
@@ -182,29 +209,53 @@ def _access(entrance: Entrance, identity: Identity) -> "Access":
     return Access(entrance.door, identity.api_key, tls)
 
 
-def _comparison(arms: Arms, chosen: frozenset[str]) -> "Comparison":
+def _comparison(arms: Arms, chosen: frozenset[str], release: "Release | None" = None) -> "Comparison":
     """`chosen`: what nobody gave. All is checked before the model is made, which takes a while. Raises ValueError and ClusterError."""
-    from loadtest.cluster import check_equal
     from loadtest.plan import Comparison
 
     comparison = Comparison(
-        model=arms.model,
+        model=arms.model or MODEL,
         arms=tuple(arms.arms.split(",")),
-        hardware=_hardware(arms),
+        hardware=_hardware(arms) if release is None else release.pods,
         ratio=_ratio(arms.ratio),
         chunk=arms.chunk if arms.chunk or arms.gpus is not None else CHUNK,
         rates=tuple(_positive("rates", rate) for rate in _numbers("rates", arms.rates)) if arms.rates is not None else (),
         vary=_vary(arms.vary),
         bisections=arms.bisections,
-        engines=tuple(arms.engines.split(",")),
+        engines=tuple((arms.engines or "baton").split(",")),
         vllm=arms.vllm,
         parallel=arms.tensor_parallel,
         dtype=arms.dtype,
         within_s=_positive("within", arms.within),
         chosen=chosen,
+        release=release,
     )
-    check_equal(comparison.make_arms(), comparison.common, comparison.hardware)
-    return replace(comparison, model=_model(arms.model))
+    comparison.check(comparison.make_arms())
+    return comparison if release is not None else replace(comparison, model=_model(arms.model or MODEL))
+
+
+def _release(arms: Arms, entrance: Entrance, identity: Identity, plan: "Plan") -> "Release | None":
+    """None unless one is named. Raises ValueError for flags that say what a release decides itself."""
+    name = parse_release(arms.kubernetes or "")
+    if arms.kubernetes is None:
+        if arms.context or arms.address:
+            raise ValueError(f"{'context' if arms.context else 'address'}: goes with --kubernetes")
+        return None
+    if name is None:
+        raise ValueError(f"kubernetes: {arms.kubernetes!r} is not NAMESPACE/RELEASE")
+    own = ("model", "engines", "cores", "threads", "gpus", "dtype", "chunk")
+    if given := [field for field in own if getattr(arms, field) is not None]:
+        raise ValueError(f"{given[0]}: the release decides that: `{name.upgrade()}` with other values, or a second release")
+    if arms.tensor_parallel != 1 or arms.vllm != "{}":
+        raise ValueError("tensor-parallel, vllm: the release decides that")
+    if _vary(arms.vary)[0] == "chunk":
+        raise ValueError("vary: chunk: a release keeps its configuration")
+    from loadtest.release import Release
+    from loadtest.release_cluster import OutsideCluster
+
+    keep = state.state_dir() / "compare" / f"{name.namespace}.{name.name}.json"
+    cluster = OutsideCluster(name, arms.context, entrance.door, identity, arms.address)
+    return Release(name, cluster, keep, plan.note)
 
 
 def _hardware(arms: Arms) -> "Hardware":
@@ -288,7 +339,7 @@ def _failing() -> Iterator[None]:
         yield
     except typer.Exit:  # a RuntimeError, too
         raise
-    except (state.StateError, ConnectionError, RuntimeError, OSError) as error:
+    except (state.StateError, BatonError, ConnectionError, RuntimeError, OSError) as error:
         err.print(f"baton loadtest: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except ValueError as error:

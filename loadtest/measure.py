@@ -12,7 +12,6 @@ from typing import Any
 
 from loadtest.access import Access
 from loadtest.campaign import Arm, Campaign, Probe, this_machine
-from loadtest.cluster import RunningCluster, check_equal
 from loadtest.compare import HIGHER, abba, judge_arm, pilot_arm
 from loadtest.drive import NO_SERVER, Live, drive
 from loadtest.hardware import ClusterError
@@ -62,7 +61,8 @@ async def compare_arms(plan: Plan, comparison: Comparison) -> Campaign:
         if not runs.probes:
             raise
         runs.partial = f"a cluster failed: {error}"
-    title = f"{Path(comparison.model).name} on {comparison.hardware}"
+    what = Path(comparison.model).name if comparison.release is None else comparison.release.name
+    title = f"{what} on {comparison.hardware}"
     return runs.campaign(title, tuple(arms.values()), config, machine)
 
 
@@ -72,7 +72,7 @@ async def _compare_variant(runs: "_Runs", comparison: Comparison, load: Workload
     arms = comparison.make_arms()
     for arm in arms:
         all_arms[arm.name] = arm.joined(all_arms.get(arm.name, arm))
-    config = check_equal(arms, comparison.common, hardware)
+    config = comparison.check(arms)
     plan.note(f"{', '.join(all_arms)}: the same in every key but their topology, {hardware} each")
     seeds, lengths, share_s = _chosen(plan, comparison, len(arms))
     rounds = _Rounds(comparison.within_s if "seeds" in comparison.chosen else math.inf)
@@ -83,7 +83,7 @@ async def _compare_variant(runs: "_Runs", comparison: Comparison, load: Workload
             plan.note(f"the time that the comparison may take is over after {rounds.done} seeds")
             break
         until = perf_counter() + (1 + PILOT) * share_s
-        async with RunningCluster({**comparison.common, **arm.topology}, "loadtest") as endpoints:
+        async with comparison.running(arm) as endpoints:
             address = endpoints[plan.access.protocol]
             await warm_up(address, plan.timeout_s, plan.access)
             runner = _Runner(runs, load, address, arm.name, seed, variant, lengths, until)

@@ -122,8 +122,9 @@ class Arms:
         float, typer.Option(help="Seconds that the comparison should take. Run lengths, seeds and rates that are not given follow it.")
     ] = 480.0
     model: Annotated[
-        str, typer.Option(help="Folder of a checkpoint. heavy: a seeded random one of 85 M parameters, made on first use.")
-    ] = "heavy"
+        str | None,
+        typer.Option(help="Folder of a checkpoint; by default heavy: a seeded random one of 85 M parameters, made on first use."),
+    ] = None
     arms: Annotated[
         str,
         typer.Option(
@@ -132,9 +133,9 @@ class Arms:
         ),
     ] = "colocated,disaggregated"
     engines: Annotated[
-        str,
-        typer.Option(help="Engines under the arms: baton, vllm, or baton,vllm, which compares every arm over both."),
-    ] = "baton"
+        str | None,
+        typer.Option(help="Engines under the arms: baton (the default), vllm, or baton,vllm, which compares every arm over both."),
+    ] = None
     vllm: Annotated[str, typer.Option(help="Arguments of vLLM for the arms over it, as in engine.vllm: {enforce_eager: true}.")] = "{}"
     cores: Annotated[str | None, typer.Option(help="Cores that every arm gets: 0,1. By default all.")] = None
     threads: Annotated[int | None, typer.Option(help="Cores per worker, by default 1.")] = None
@@ -143,6 +144,14 @@ class Arms:
     dtype: Annotated[str | None, typer.Option(help="Type of weights and KV, as model.dtype.")] = None
     ratio: Annotated[str, typer.Option(help="Prefill to decode workers of the arms that have both; all: every split is an arm.")] = "1:1"
     chunk: Annotated[int | None, typer.Option(help="Most tokens in one step; by default 256, on GPUs the engine's own.")] = None
+    kubernetes: Annotated[
+        str | None,
+        typer.Option(help="NAMESPACE/RELEASE of the chart, whose pods are the hardware and whose pools are resized between the arms."),
+    ] = None
+    context: Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig; its current one by default.")] = None
+    address: Annotated[str | None, typer.Option(help="host:port of the release's door; by default requests go through the API server.")] = (
+        None
+    )
     vary: Annotated[str, typer.Option(help="A parameter at several values: input=100,400,1000 (also output, hit_rate, chunk).")] = ""
     bisections: Annotated[
         int, typer.Option(help="Runs of each arm between the last rate that holds and the first that does not, to choose its rate.")

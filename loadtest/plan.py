@@ -3,7 +3,8 @@
 import asyncio
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from loadtest import arrivals, traces, workload
 from loadtest.access import Access
 from loadtest.arms import Ratio, check_engines, make_arms, over_engines
 from loadtest.campaign import Arm
+from loadtest.cluster import RunningCluster, check_equal
 from loadtest.drive import Live, Run
 from loadtest.hardware import Cores, Hardware, with_ranks
+from loadtest.release import Release
+from loadtest.release import make_arms as release_arms
 from loadtest.slo import Slo
 from loadtest.window import Window
 from loadtest.workload import Item
@@ -166,6 +170,7 @@ class Comparison:
     chosen: frozenset[str] = frozenset()
     start_s: float = 8.0  # that a cluster takes to start and stop
     proposed: Mapping[str, Any] = field(default_factory=dict)
+    release: Release | None = None  # on which the arms run, instead of clusters of their own
 
     @property
     def common(self) -> dict[str, str]:
@@ -180,8 +185,18 @@ class Comparison:
     def make_arms(self) -> tuple[Arm, ...]:
         """Raises ClusterError for an arm or an engine that does not exist or does not fit the hardware, and ValueError for ranks that do
         not."""
+        if self.release is not None:
+            return release_arms(self.arms, self.hardware.workers, self.ratio)
         check_engines(self.engines)
         arms = make_arms(self.arms, self.hardware, self.ratio, self.chunk)
         if self.engines == ("baton",) and self.parallel == 1:
             return arms
         return over_engines(arms, self.engines, with_ranks(self.vllm, self.parallel, self.engines))
+
+    def check(self, arms: Sequence[Arm]) -> dict[str, Any]:
+        """The configuration that all arms share. Raises ValueError and ClusterError."""
+        return check_equal(arms, self.common, self.hardware) if self.release is None else self.release.config
+
+    def running(self, arm: Arm) -> AbstractAsyncContextManager[dict[str, str]]:
+        """With the addresses of its doors. Raises ClusterError."""
+        return RunningCluster({**self.common, **arm.topology}, "loadtest") if self.release is None else self.release.running(arm)

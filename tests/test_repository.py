@@ -66,7 +66,19 @@ ARROWS = {
         "baton.cluster.open_files",
         "baton.moves",
     },
-    "loadtest": {"baton.access", "baton.client", "baton.cluster.gpus", "baton.launch.state", "baton.stages", "baton.terminal"},
+    "loadtest": {
+        "baton.access",
+        "baton.client",
+        "baton.cluster.errors",
+        "baton.cluster.gpus",
+        "baton.launch.kubernetes_api",
+        "baton.launch.kubernetes_launcher",
+        "baton.launch.pods",
+        "baton.launch.state",
+        "baton.stages",
+        "baton.terminal",
+        "baton.v1",
+    },
     "prefill_worker": WORKER | {"baton.worker"},
     # Of the engine only what is plain data and standard library: the router never loads torch.
     "router": {

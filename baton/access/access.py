@@ -89,11 +89,14 @@ def find(endpoint: Endpoint, place: Place, identity: Identity, env: Mapping[str,
 
 
 def _in_kubernetes(endpoint: Endpoint, release: ReleaseName, context: str | None, identity: Identity) -> Access:
-    """A certificate names the service, and never the address of the port-forward."""
-    named = replace(identity, server_name=identity.server_name or SecurityConfig().server_name) if identity.tls else identity
     forward = reach(release, context, endpoint)
     atexit.register(forward.close)
-    return Access(forward.address, named, (NO_PROXY,))
+    return Access(forward.address, forwarded(identity), (NO_PROXY,))
+
+
+def forwarded(identity: Identity) -> Identity:
+    """A certificate names the service, and never the address of the port-forward."""
+    return replace(identity, server_name=identity.server_name or SecurityConfig().server_name) if identity.tls else identity
 
 
 def _by_reach(running: state.ClusterState, endpoint: Endpoint) -> list[str]:

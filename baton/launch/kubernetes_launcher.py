@@ -31,13 +31,21 @@ def unknown() -> Mapping[str, Load]:
 
 class KubernetesLauncher(PoolManager):
     """`context`: of the kubeconfig. `loads`: asked in a thread before a pool shrinks; worker → load. `place_timeout_s`: how long new pods
-    may wait for a node."""
+    may wait for a node. `borrows`: also resizes a pool whose size the chart's values own; whoever asks for that puts it back."""
 
-    def __init__(self, release: ReleaseName, context: str | None = None, loads: Loads = unknown, place_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        release: ReleaseName,
+        context: str | None = None,
+        loads: Loads = unknown,
+        place_timeout_s: float = 60.0,
+        borrows: bool = False,
+    ) -> None:
         self._release = release
         self._context = context
         self._loads = loads
         self._place_timeout_s = place_timeout_s
+        self._borrows = borrows
         self._changing = asyncio.Lock()
         self._connected: Api | None = None
 
@@ -70,7 +78,8 @@ class KubernetesLauncher(PoolManager):
             if role not in deployments:
                 raise invalid("role", f"{role} is not one of {', '.join(deployments)}")
             deployment = deployments[role]
-            read.check_owner(self._release, deployment, count)
+            if not (self._borrows and read.owner_of(deployment) == "values"):
+                read.check_owner(self._release, deployment, count)
             before = await self._pods(deployment)
             size = read.size_of(deployment)
             if count < size:

@@ -67,6 +67,12 @@ def size_of(deployment: Object) -> int:
     return size
 
 
+def owner_of(deployment: Object) -> str:
+    """Who chooses its number of pods; empty if it does not say."""
+    owner: str = deployment["metadata"].get("annotations", {}).get(OWNER, "")
+    return owner
+
+
 def selector_of(deployment: Object) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(deployment["spec"]["selector"]["matchLabels"].items()))
 
@@ -149,7 +155,7 @@ def obstacle(deployment: Object, fresh: Iterable[Object]) -> str:
 
 def check_owner(release: ReleaseName, deployment: Object, count: int) -> None:
     """Raises INVALID_FIELD unless `baton scale` owns the size of the pool; the error names the owner and the way."""
-    role, owner = role_of(deployment), deployment["metadata"].get("annotations", {}).get(OWNER)
+    role, owner = role_of(deployment), owner_of(deployment)
     if owner == "baton":
         return
     hand_over = f"or hand it over with `{release.upgrade(f'{role}.scaling=baton')}`"

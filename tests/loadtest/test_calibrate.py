@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtest import calibrate as calibration
-from loadtest import priority
+from loadtest import plan, priority
 from loadtest.access import Access
 from loadtest.calibrate import Seen, calibrate
 from loadtest.drive import Answer
@@ -60,7 +60,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[[Server], Any]:
     async def warm_up(*arguments: Any) -> None: ...
 
     def make(server: Server) -> Any:
-        monkeypatch.setattr(calibration, "RunningCluster", Cluster)
+        monkeypatch.setattr(plan, "RunningCluster", Cluster)
         monkeypatch.setattr(calibration, "warm_up", warm_up)
         monkeypatch.setattr(calibration, "BUSY_S", 0.3)
         monkeypatch.setattr(calibration, "RAMP_S", 0.05)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from loadtest import cluster, measure
+from loadtest import plan as planning
 from loadtest.access import Access
 from loadtest.campaign import Campaign
 from loadtest.cluster import RunningCluster
@@ -55,8 +56,13 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[Campaig
 
         async def warm_up(*arguments: Any) -> None: ...
 
-        for name, fake in (("RunningCluster", Cluster), ("drive", drive), ("warm_up", warm_up), ("check_equal", lambda *_: {})):
-            monkeypatch.setattr(measure, name, fake)
+        for home, name, fake in (
+            (planning, "RunningCluster", Cluster),
+            (planning, "check_equal", lambda *_: {}),
+            (measure, "drive", drive),
+            (measure, "warm_up", warm_up),
+        ):
+            monkeypatch.setattr(home, name, fake)
         return compare_arms(plan, replace(COMPARISON, **changes))
 
     return make
