@@ -30,6 +30,7 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 from machine import describe
+from shapes import LLAMA_8B, QWEN3_06B, TINY
 from torch import Tensor
 
 from baton.engine.choice import choose_ops, load_runner
@@ -77,27 +78,6 @@ class Sizes:
     sampled: tuple[int, int]  # rows, vocabulary
     generate: tuple[tuple[int, int, int], ...]  # batch, prompt, output
 
-
-def llama(**fields: Any) -> dict[str, Any]:
-    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "rms_norm_eps": 1e-5, "eos_token_id": 2,
-            "hidden_act": "silu", "tie_word_embeddings": False, **fields}  # fmt: skip
-
-
-LLAMA_8B = llama(
-    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-    vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0,
-)  # fmt: skip
-QWEN3_06B = {
-    **llama(
-        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-        vocab_size=151936, max_position_embeddings=40960, rope_theta=1000000.0,
-    ),
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
-}  # fmt: skip
-TINY = llama(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=96,
-    max_position_embeddings=512,
-)  # fmt: skip
 
 H200 = Sizes(
     LLAMA_8B, QWEN3_06B, 2 << 30, 8192, (1024, 8192, 32768),

@@ -1,7 +1,8 @@
 """What the vLLM benchmarks put side by side: each stack is started as its documents say, and asked through /v1/completions.
 
-Every engine gets the same model, type, block size, memory, bounds and threads. vLLM's servers get two switches without which they are
-slower here: threads that are not bound to cores, and a rank inside the scheduler's process.
+On a CPU every engine gets the same model, type, block size, memory, bounds and threads, and vLLM's servers get two switches without which
+they are slower here: threads that are not bound to cores, and a rank inside the scheduler's process. On GPUs each engine has its own
+defaults: bfloat16, CUDA graphs, its own bounds and memory; engines that share a GPU share its memory, too.
 """
 
 import asyncio
@@ -32,7 +33,8 @@ HERE = Path(__file__).resolve().parent
 READY_S = 300.0
 HANG_S = 30.0  # Baton's supervisor replaces what hangs for longer; the default of 10 s is the length of a stop in vllm_faults
 RECOVER_S = 60.0  # how long Baton's router keeps a request whose worker died: vLLM takes longer to start than the default of 10 s
-BLOCK, SEQUENCES, STEP_TOKENS = 32, 32, 512
+BLOCK, SEQUENCES, STEP_TOKENS, CPU_KV_MIB = 32, 32, 512, 256  # on a CPU
+VLLM_SHARE = 0.88  # of a GPU's memory, for all the engines on it; vLLM's own default is 0.92
 VLLM_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -45,11 +47,61 @@ class Settings:
     max_model_len: int
     threads: int = 1  # of each engine
     device: str = "cpu"
-    dtype: str = "float32"
-    kv_mib: int = 256
+    dtype: str = ""  # "": float32 on a CPU, bfloat16 on GPUs
+    kv_mib: int | None = None  # None: 256 on a CPU, on GPUs what the engine takes
     lease_s: float | None = None  # None: the stack's default (vLLM 30 s, Baton 10 s)
     policy: str = "recompute"  # of vLLM's NixlConnector
     failpoints: str = ""  # of Baton
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def type(self) -> str:
+        return self.dtype or ("bfloat16" if self.on_gpu else "float32")
+
+
+def devices() -> list[str]:
+    """The GPUs that the environment names."""
+    return [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+
+
+def sharing(settings: Settings, engines: int) -> int:
+    """How many of so many engines compute on one device."""
+    return -(-engines // max(1, len(devices()))) if settings.on_gpu else 1
+
+
+def utilisation(share: int) -> float:
+    """Of vLLM: what it may take of a GPU's memory that `share` engines have."""
+    return round(VLLM_SHARE / share, 2)
+
+
+def vllm_flags(settings: Settings, engines: int) -> dict[str, str]:
+    """The arguments of each of `engines` servers of vLLM. Without a value: a switch."""
+    flags = {"dtype": settings.type, "max-model-len": str(settings.max_model_len)}
+    if settings.kv_mib or not settings.on_gpu:
+        flags["kv-cache-memory-bytes"] = str((settings.kv_mib or CPU_KV_MIB) << 20)
+    if not settings.on_gpu:
+        bounds = {"block-size": BLOCK, "max-num-seqs": SEQUENCES, "max-num-batched-tokens": STEP_TOKENS}
+        return flags | {key: str(value) for key, value in bounds.items()} | {"enforce-eager": ""}
+    if (share := sharing(settings, engines)) > 1:
+        flags["gpu-memory-utilization"] = str(utilisation(share))
+    return flags
+
+
+def baton_settings(settings: Settings, kind: str, engines: int) -> dict[str, Any]:
+    """The configuration of Baton's workers that corresponds to `vllm_flags`."""
+    chosen: dict[str, Any] = {"model.max_model_len": settings.max_model_len, "model.dtype": settings.type, "engine.device": settings.device}
+    if settings.kv_mib or not settings.on_gpu:
+        chosen["engine.kv_memory_mib"] = settings.kv_mib or CPU_KV_MIB
+    own: dict[str, Any] = {}
+    if settings.on_gpu:
+        own = {"gpu_memory_utilization": utilisation(share)} if (share := sharing(settings, engines)) > 1 else {}
+    else:
+        chosen |= {"engine.block_size": BLOCK, "engine.max_num_seqs": SEQUENCES, "engine.max_num_batched_tokens": STEP_TOKENS}
+        chosen["engine.threads"], own = settings.threads, {"enforce_eager": True}
+    return chosen | ({"engine.vllm": json.dumps(own)} if kind == "vllm" else {})
 
 
 @dataclass
@@ -150,20 +202,17 @@ def free_port() -> int:
         return int(door.getsockname()[1])
 
 
-def _vllm(settings: Settings, port: int, folder: Path, name: str, *flags: str, number: int = 0, **env: str) -> Server:
-    """`number`: of several servers, each of which takes the next GPU."""
-    bounds = {
-        "port": port, "block-size": BLOCK, "max-model-len": settings.max_model_len, "max-num-seqs": SEQUENCES,
-        "max-num-batched-tokens": STEP_TOKENS, "kv-cache-memory-bytes": settings.kv_mib << 20,
-    }  # fmt: skip
+def _vllm(settings: Settings, port: int, folder: Path, name: str, *flags: str, number: int = 0, engines: int = 1, **env: str) -> Server:
+    """`number`: of `engines` servers, each of which takes the next GPU."""
+    given = vllm_flags(settings, engines)
     command = [
         *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(settings.model), "--host", "127.0.0.1"),
-        *(part for key, value in bounds.items() for part in (f"--{key}", str(value))),
-        *("--dtype", settings.dtype, "--enforce-eager", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details", *flags),
+        *("--port", str(port), *(part for key, value in given.items() for part in (f"--{key}", value) if part)),
+        *("--disable-uvicorn-access-log", "--enable-prompt-tokens-details", *flags),
     ]
     fixed = {**VLLM_ENV, "OMP_NUM_THREADS": str(settings.threads), **env}
-    if devices := [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]:
-        fixed["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
+    if named := devices():
+        fixed["CUDA_VISIBLE_DEVICES"] = named[number % len(named)]
     return Server(command, fixed, f"http://127.0.0.1:{port}/health", folder / f"{name}.log")
 
 
@@ -184,7 +233,7 @@ def several_vllm(settings: Settings, count: int) -> Iterator[list[str]]:
     """The addresses of servers that know nothing of each other."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         ports = [free_port() for _ in range(count)]
-        servers = [_vllm(settings, port, Path(folder), f"vllm-{port}", number=i) for i, port in enumerate(ports)]
+        servers = [_vllm(settings, port, Path(folder), f"vllm-{port}", number=i, engines=count) for i, port in enumerate(ports)]
         for server in servers:
             stack.callback(server.close)
         for server in servers:
@@ -210,7 +259,7 @@ def vllm_pair(settings: Settings) -> Iterator[Stack]:
                 connector["kv_buffer_device"] = "cpu"
             flags = ("--kv-transfer-config", json.dumps(connector))
             side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-            servers[name] = _vllm(settings, ports[name], Path(folder), name, *flags, number=number, **side)
+            servers[name] = _vllm(settings, ports[name], Path(folder), name, *flags, number=number, engines=2, **side)
             stack.callback(servers[name].close)
         command = [sys.executable, "-P", str(HERE / "vllm_proxy.py"), *(str(ports[name]) for name in ("proxy", "prefill", "decode"))]
         servers["proxy"] = Server(command, {}, f"http://127.0.0.1:{ports['proxy']}/health", Path(folder) / "proxy.log")
@@ -223,10 +272,9 @@ def vllm_pair(settings: Settings) -> Iterator[Stack]:
 
 def gpus(settings: Settings, workers: int) -> tuple[str, ...]:
     """Baton's flags where CUDA_VISIBLE_DEVICES names GPUs: one for each worker, or a share."""
-    devices = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    if settings.device == "cpu" or not devices:
+    if not settings.on_gpu or not devices():
         return ()
-    share = str(min(1.0, len(devices) / workers))
+    share = str(min(1.0, len(devices()) / workers))
     return ("--prefill.gpus", share, "--decode.gpus", share)
 
 
@@ -235,16 +283,12 @@ def baton(kind: str, prefill: int, decode: int, *flags: str) -> "Start":
 
     @contextmanager
     def start(settings: Settings) -> Iterator[Stack]:
-        chosen = {
-            "model.path": settings.model, "model.max_model_len": settings.max_model_len, "model.dtype": settings.dtype,
-            "engine.kind": kind, "engine.block_size": BLOCK,
-            "engine.max_num_seqs": SEQUENCES, "engine.max_num_batched_tokens": STEP_TOKENS, "engine.kv_memory_mib": settings.kv_mib,
-            "engine.threads": settings.threads, "engine.device": settings.device, "prefill.replicas": prefill, "decode.replicas": decode,
+        chosen: dict[str, Any] = {
+            **baton_settings(settings, kind, prefill + decode), "model.path": settings.model, "engine.kind": kind,
+            "prefill.replicas": prefill, "decode.replicas": decode,
             "cluster.name": "bench", "router.recover_wait_s": RECOVER_S, "launcher.hang_s": HANG_S,
             **{f"router.{name}": 0 for name in ("port", "admin_port", "http_port", "page_port")},
         }  # fmt: skip
-        if kind == "vllm":
-            chosen["engine.vllm"] = "{enforce_eager: true}"
         if settings.lease_s:
             chosen |= {"kv.lease_ttl_s": settings.lease_s, "kv.read_timeout_s": settings.lease_s / 2}
         arguments = [part for key, value in chosen.items() for part in (f"--{key.replace('_', '-')}", str(value))]
