@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from baton.cluster.errors import BatonError
 from baton.launch.kubernetes_launcher import until
-from baton.launch.pods import Object, ReleaseName, owner_of, size_of
+from baton.launch.pods import Object, ReleaseName, name_of, owner_of, size_of
 from loadtest.arms import Ratio, parse, ways
 from loadtest.campaign import Arm
 from loadtest.hardware import ClusterError
@@ -125,6 +125,7 @@ class Release:
         self._found: Sizes = (0, 0)
         self._asked: Sizes = (0, 0)
         self._before: dict[str, Any] = {}
+        self._names: dict[str, str] = {}  # role → Deployment
         self.name, self.pods = str(name), Pods(0)
         self.config: dict[str, Any] = {}  # what all arms share
 
@@ -132,6 +133,7 @@ class Release:
         """Raises ClusterError for a release on which nothing can be compared. Nothing has changed then."""
         deployments = await self._deployments()
         pod = check_pods(deployments)
+        self._names = {role: name_of(each) for role, each in deployments.items()}
         self._before = configured(deployments)
         self._found = self._asked = _replicas(deployments)
         if (left := _read(self._keep)) is not None and left != self._found:
@@ -213,11 +215,7 @@ class Release:
 
     def _way_back(self) -> str:
         scale = f"kubectl -n {self._name.namespace} scale deployment"
-        sizes = zip(POOLS, self._found, strict=True)
-        return " && ".join(f"{scale} -l {self._selector(role)} --replicas {size}" for role, size in sizes)
-
-    def _selector(self, role: str) -> str:
-        return f"{self._name.selector},app.kubernetes.io/component={role}"
+        return " && ".join(f"{scale} {self._names[role]} --replicas {size}" for role, size in zip(POOLS, self._found, strict=True))
 
 
 def _replicas(deployments: Mapping[str, Object]) -> Sizes:

@@ -192,7 +192,10 @@ async def test_what_kubernetes_refuses_and_pods_that_never_come_are_errors(made:
 
 async def test_sizes_that_cannot_be_put_back_are_said_with_the_way(made: Callable[..., Release], tmp_path: Path) -> None:
     cluster = FakeCluster()
-    with pytest.raises(ClusterError, match=r"does not have its 1 prefill and 1 decode again .*kubectl -n models scale .*=prefill"):
+    with pytest.raises(
+        ClusterError,
+        match=r"does not have its 1 prefill and 1 decode again .*kubectl -n models scale deployment r-baton-prefill --replicas 1",
+    ):
         async with made(cluster) as release:
             async with release.running(COLOCATED):
                 pass
