@@ -17,7 +17,7 @@ pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(1200)]
 SIZES = ("prefill.replicas=1", "decode.replicas=1", "router.replicas=1", "common.env.OMP_NUM_THREADS=1")
 SMALL = tuple(f"{role}.resources.requests.{what}" for role in ("prefill", "decode") for what in ("cpu=100m", "memory=256Mi"))
 SET = tuple(part for value in (*SIZES, *SMALL) for part in ("--set", value))
-LOAD = ("--slo", "ttft=5s,tpot=1s", "--rates", "2", "--input", "64-200", "--output", "8", "--timeout", "30")
+LOAD = ("--slo", "ttft=5s,tpot=1s", "--rates", "2", "--arrivals", "constant", "--input", "64-200", "--output", "8", "--timeout", "30")
 SHORT = ("--seeds", "1,2", "--duration", "6", "--warm-up", "1", "--cool-down", "1", "--bisections", "0")
 
 
