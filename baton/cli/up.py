@@ -22,6 +22,7 @@ from baton.cluster.guard import check_doors
 from baton.cluster.packages import command
 from baton.cluster.records import StartRecord
 from baton.launch import state
+from baton.launch.gpus import Settled, settle
 from baton.launch.join import configure, draw_label, learn
 from baton.launch.plan import check_launcher, check_model, check_ports, check_shared_ports
 from baton.launch.preflight import check_here
@@ -48,10 +49,11 @@ def join(address: str, config: Config, files: list[Path], flags: dict[str, str],
     if state.read(joined_name(config)) is not None:
         raise state.StateError(f"workers of this host have joined already; `baton down{_named(joined_name(config))}` stops them")
     config = with_model(config)
-    check_here(config)
+    settled = settle(config)
+    check_here(settled.config)
     check_shared_ports(config, routers=0)
     check_model(config)
-    if status := _run(config, err, draw_label()):
+    if status := _run(settled, err, draw_label()):
         raise typer.Exit(status)
 
 
@@ -65,12 +67,13 @@ def start(config: Config, err: Console, detach: bool, show: Callable[[str], None
         raise state.StateError(f"cluster {name!r} is already running; `baton down{_named(name)}` stops it")
     check_doors(config)
     config = with_model(config)
-    check_here(config)
+    settled = settle(config)
+    check_here(settled.config)
     check_ports(config)
     check_model(config)
     if detach:
         _detach(name, show)
-    elif status := _run(config, err):
+    elif status := _run(settled, err):
         raise typer.Exit(status)
 
 
@@ -103,13 +106,16 @@ def end_from_afar(access: Access, err: Console) -> None:
     raise state.StateError(f"the router at {access.address} is still running after {DOWN_WITHIN_S:g} s")
 
 
-def _run(config: Config, err: Console, label: str = "") -> int:
+def _run(settled: Settled, err: Console, label: str = "") -> int:
+    config = settled.config
     name = joined_name(config) if label else config.cluster.name
     log_dir = state.state_dir() / f"{name}-logs"
     log_dir.mkdir(exist_ok=True)
     for old in log_dir.glob("*.log"):
         old.unlink()
     with _Starting(err) as starting:
+        if settled.note:
+            starting.note(settled.note)
 
         def on_ready(running: state.ClusterState) -> None:
             starting.stop()
@@ -119,7 +125,7 @@ def _run(config: Config, err: Console, label: str = "") -> int:
             else:
                 _banner(config, running, err)
 
-        return asyncio.run(Supervisor(config, log_dir, starting.note, starting.show, label=label).run(on_ready))
+        return asyncio.run(Supervisor(config, log_dir, starting.note, starting.show, gpus=settled.gpus, label=label).run(on_ready))
 
 
 class _Starting:

@@ -4,7 +4,7 @@ The tree does not hold what a process learns when it starts, such as the number 
 """
 
 import itertools
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -70,11 +70,10 @@ class PoolConfig(Section):
     replicas: int = Field(default=1, ge=0, le=1024, description="Workers in this pool.")
     port: int = Field(default=0, ge=0, le=65535, description="gRPC port of a worker that is started by hand; 0: any free one.")
     cpus: float = Field(default=1.0, ge=0, le=1024, description="CPUs that Ray reserves for one worker.")
-    gpus: float = Field(
-        default=0.0,
-        ge=0,
-        le=64,
-        description="GPUs of one worker: Ray reserves them; the local launcher takes them from CUDA_VISIBLE_DEVICES, if that is set.",
+    gpus: Annotated[float, Field(ge=0, le=64)] | Literal["auto"] = Field(
+        default="auto",
+        description="GPUs of one worker, its own. Less than 1: it shares one, and uses that share of its memory. auto: 1 if engine.device"
+        " is cuda (with vLLM one for each rank), else 0.",
     )
     drain_s: float = Field(default=30.0, ge=0, le=3600, description="How long a stopping worker waits for its requests to finish, seconds.")
     placement: Placement = Field(
@@ -90,6 +89,12 @@ class PoolConfig(Section):
     def _some_cores(self) -> Self:
         if self.cores is not None and (not self.cores or min(self.cores) < 0 or len(set(self.cores)) < len(self.cores)):
             raise ValueError(f"cores must be one or more distinct core numbers (got {list(self.cores)})")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_gpus(self) -> Self:
+        if self.gpus != "auto" and self.gpus > 1 and self.gpus != int(self.gpus):
+            raise ValueError(f"gpus must be a whole number, or less than 1 to share one (got {self.gpus:g})")
         return self
 
 

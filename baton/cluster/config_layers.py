@@ -207,7 +207,8 @@ def _mapping(value: object, source: str, where: str) -> dict[Any, Any]:
 def _from_text(field: FieldInfo, text: str) -> object:
     """`text` as a value of `field`. Text that is not YAML is returned unchanged, and validation refuses it."""
     branches = get_args(field.annotation) if get_origin(field.annotation) not in (Literal, tuple, dict) else (field.annotation,)
-    if str in (field.annotation, *branches) or any(get_origin(branch) is Literal for branch in branches):
+    words = [branch is type(None) or get_origin(branch) is Literal for branch in branches]
+    if str in (field.annotation, *branches) or (words and all(words)):
         return None if type(None) in branches and text in ("", "null") else text
     try:
         return yaml.load(text, _Loader)

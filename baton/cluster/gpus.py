@@ -14,13 +14,16 @@ from typing import Any, Literal
 
 ANSWER_S = 60.0  # without persistence mode, a driver takes seconds for each GPU that it wakes
 NONE_FOUND = "the NVIDIA driver finds no GPU here"
+NO_DRIVER = "there is no NVIDIA driver here (libnvidia-ml.so.1)"
+NO_PACKAGE = "nvidia-ml-py is not installed here: pip install nvidia-ml-py"
+ABSENT = (NONE_FOUND, NO_DRIVER, NO_PACKAGE)  # reasons of a host that has no GPU: nothing is wrong with it
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 
 Link = Literal["NVLink", "P2P"]
 # What a person can do about an error of NVML. The names of the codes are those of its header, nvml.h.
 REMEDIES = {
-    "NVML_ERROR_LIBRARY_NOT_FOUND": "there is no NVIDIA driver here (libnvidia-ml.so.1)",
+    "NVML_ERROR_LIBRARY_NOT_FOUND": NO_DRIVER,
     "NVML_ERROR_DRIVER_NOT_LOADED": "the NVIDIA driver is installed but not loaded: load the kernel module nvidia, or restart the machine",
     "NVML_ERROR_LIB_RM_VERSION_MISMATCH": "the NVIDIA driver was updated while it ran: restart the machine, or reload its module",
     "NVML_ERROR_NO_PERMISSION": "this user may not open the NVIDIA driver's devices (/dev/nvidia*)",
@@ -123,7 +126,7 @@ def _package() -> Any:
     try:
         import pynvml  # of nvidia-ml-py
     except ImportError:
-        raise NoNvml("nvidia-ml-py is not installed here: pip install nvidia-ml-py") from None
+        raise NoNvml(NO_PACKAGE) from None
     return pynvml
 
 

@@ -52,6 +52,16 @@ def build(options: Options) -> Built:
     Raises CheckpointError, BuildError or OSError, each naming what is wrong."""
     check(options)
     try:
+        return _build(options)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which a toy cluster does not load
+            raise
+        text = str(error).partition(" If reserved")[0].partition("\n")[0]
+        raise BuildError(f"engine.device: the GPU has too little free memory for this model: {text}") from error
+
+
+def _build(options: Options) -> Built:
+    try:
         check_sums(options.path)
     except ValueError as error:
         raise BuildError(f"model.path: {error}") from None
@@ -89,11 +99,12 @@ def _load(options: Options, config: Mapping[str, Any]) -> tuple[Any, Options]:
         torch.set_num_threads(options.engine.threads)
     kind, device = ModelRunner, DeviceFacts("cpu")
     if options.engine.device != "cpu":
-        from baton.engine.gpu.device import is_there
+        from baton.engine.gpu.device import share_memory, why_not
         from baton.engine.gpu.runner import GpuRunner
 
-        if not is_there(options.engine.device):
-            raise BuildError(f"engine.device: there is no {options.engine.device} device that this torch can use")
+        if why := why_not(options.engine.device):
+            raise BuildError(f"engine.device: this torch cannot use a {options.engine.device} device: {why}")
+        share_memory(options.share)
         found = torch.cuda.get_device_properties(0)
         kind, device = GpuRunner, DeviceFacts("cuda", found.total_memory, (found.major, found.minor))
     options = _settled(options, config, device)
@@ -138,7 +149,7 @@ def _on_device(runner: Any, options: Options, longest: int) -> Engine:
         left = 0
         if engine.kv_memory_bytes is None:
             tell(Step("measuring memory"))
-            left = spare(runner, capacity, attach, DeviceMemory(runner.device))
+            left = spare(runner, capacity, attach, DeviceMemory(runner.device, options.share))
             log.info("%.0f MiB are left for KV beside weights, graphs and the largest step, and for what is in reserve", left / 2**20)
             if not options.direct:
                 left = min(left, available_memory())  # each block has a place on the host, too

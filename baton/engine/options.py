@@ -1,7 +1,9 @@
 """What an engine can be told: each option once, with its type, its bounds, its default, its meaning, and the module that acts on it. The
 configuration, the flags, the chart's schema and the engine itself take them from here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -11,6 +13,12 @@ from baton.engine.core.scheduler import Limits
 from baton.section import Section
 
 MIB = 1 << 20
+RANKS = ("tensor_parallel_size", "pipeline_parallel_size")  # arguments of vLLM; each of its ranks needs a GPU
+
+
+def ranks(given: Mapping[str, Any]) -> int:
+    """Of vLLM with these arguments. One that cannot be counts as 1 here; the engine refuses it by name."""
+    return prod(count for name in RANKS if isinstance(count := given.get(name, 1), int) and count > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +117,9 @@ class EngineOptions(Section):
     threads: int | None = option(
         None, "Compute threads of a worker; by default those of the CPU quota, or torch's choice.", "baton.engine.build", ge=1, le=1024
     )
-    device: Literal["cpu", "cuda"] = option("cpu", "Device that runs the model and holds its KV.", "baton.engine.runner")
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "Device that runs the model and holds its KV. auto: cuda where a GPU can be used, else cpu.", "baton.engine.runner"
+    )
     attention_backend: Literal["auto", "flashinfer", "flash_attn", "triton", "torch"] = option(
         "auto",
         "Attention kernels on a cuda device. auto: the best backend that is installed and supports the model's KV layout. A"
@@ -171,15 +181,18 @@ class EngineOptions(Section):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `baton.engine.build` makes an engine from."""
+    """What `baton.engine.build` makes an engine from. `engine.device` is not auto any more."""
 
     model: ModelOptions
     engine: EngineOptions
     direct: bool = False  # peers read and write the memory of the device itself
+    share: float = 1.0  # of a GPU's memory, which other processes share
 
     @classmethod
     def of(cls, path: Path, *, direct: bool = False, **keys: Any) -> Self:
-        """Options by their names, whichever section they are in. Raises ValueError for one that is unknown or has an impossible value."""
+        """Options by their names, whichever section they are in; the device is the CPU if none is named. Raises ValueError for one that is
+        unknown or has an impossible value."""
+        keys = {"device": "cpu", **keys}
         model = {name: keys.pop(name) for name in list(keys) if name in ModelOptions.model_fields}
         return cls(ModelOptions(path=str(path), **model), EngineOptions(**keys), direct)
 

@@ -261,6 +261,10 @@ class Launcher(PoolManager):
     async def _open(self, template: Template, names: list[str]) -> dict[str, Place]:
         """Starts all of them, or raises and starts none. Raises SATURATED if there is no room after a bounded wait."""
 
+    async def gpus(self) -> float:
+        """Those of other hosts that it can give to processes, once it has started."""
+        return 0.0
+
     @abstractmethod
     async def _close(self) -> None:
         """Called after the last place is gone."""

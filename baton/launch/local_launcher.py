@@ -1,24 +1,25 @@
 """The launcher for one machine: it starts child processes of this process."""
 
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.gpus import VISIBLE
 from baton.launch.child import Child
 from baton.launch.launcher import Launcher, Place, RestartRule, Template
+from baton.launch.placing import Demand, Gpus, Held, place
 
 
 class LocalLauncher(Launcher):
-    """`gpu_ids`: the devices that it may assign, as CUDA_VISIBLE_DEVICES names them. If there are none, the processes inherit that variable
-    and `Template.gpus` is ignored. `Template.cpus` is always ignored: use `cores` to keep processes apart."""
+    """`gpus`: what it may assign; None: the processes inherit CUDA_VISIBLE_DEVICES, and `Template.gpus` is ignored. `Template.cpus` is
+    always ignored: use `cores` to keep processes apart."""
 
-    def __init__(self, rule: RestartRule | None = None, log_dir: Path | None = None, gpu_ids: Sequence[str] = ()) -> None:
+    def __init__(self, rule: RestartRule | None = None, log_dir: Path | None = None, gpus: Gpus | None = None) -> None:
         super().__init__()
         self._rule = rule or RestartRule()
         self._log_dir = log_dir
-        self._gpu_ids = tuple(gpu_ids)
-        self._held: dict[str, tuple[float, tuple[str, ...]]] = {}  # name → (share of each, devices); also of drained names
+        self._gpus = gpus
+        self._held: dict[str, Held] = {}  # by name; also of drained names
 
     async def start(self) -> None:
         if self._log_dir is not None:
@@ -29,8 +30,8 @@ class LocalLauncher(Launcher):
         places: dict[str, Place] = {}
         for name in names:
             env = dict(os.environ)
-            if self._gpu_ids:
-                env["CUDA_VISIBLE_DEVICES"] = ",".join(self._held[name][1])
+            if self._gpus is not None:
+                env[VISIBLE] = ",".join(device.token for device in self._held[name].devices)
             places[name] = child = Child(name, template, self._rule, env, "localhost", self._log_dir)
             child.start()
         return places
@@ -38,21 +39,15 @@ class LocalLauncher(Launcher):
     async def _close(self) -> None:
         self._held.clear()
 
-    def _hold_gpus(self, template: Template, names: list[str]) -> dict[str, tuple[float, tuple[str, ...]]]:
+    def _hold_gpus(self, template: Template, names: list[str]) -> dict[str, Held]:
         """Which name holds which devices once `names` have theirs. Raises SATURATED, and changes nothing."""
+        if self._gpus is None:
+            return {}
         held = {name: self._held[name] for name in self._places if name in self._held}
-        for name in names if self._gpu_ids else ():
-            used = {gpu: sum(share for share, gpus in held.values() if gpu in gpus) for gpu in self._gpu_ids}
-            gpus = pick_gpus(used, template.gpus)
-            if gpus is None:
-                asked = f"{len(names)} processes of {template.gpus:g} GPUs each"
-                raise BatonError(Reason.SATURATED, f"{template.role}: no room for {asked} on {len(used)} devices; in use: {used}")
-            held[name] = (min(template.gpus, 1.0), gpus)
-        return held
-
-
-def pick_gpus(used: Mapping[str, float], asked: float) -> tuple[str, ...] | None:
-    """The first devices that fit one process; None if too few are free. `used`: device → share (0 to 1) that other processes hold."""
-    share, count = min(asked, 1.0), 1 if 0 < asked < 1 else int(asked)
-    fitting = [gpu for gpu, taken in used.items() if taken + share <= 1 + 1e-9]
-    return tuple(fitting[:count]) if len(fitting) >= count else None
+        given = place(self._gpus.devices, held, Demand(template.role, template.gpus, len(names)), names, self._gpus.kinds)
+        if given is None:
+            there = ", ".join(map(str, self._gpus.devices)) or "none"
+            used = "; ".join(f"{name} has {' and '.join(map(str, each.devices))}" for name, each in held.items() if each.devices)
+            asked = f"{len(names)} processes of {template.gpus:g} GPUs each, of one kind with the others of the pool"
+            raise BatonError(Reason.SATURATED, f"{template.role}: no room for {asked}; there are: {there}; {used or 'none is in use'}")
+        return held | given

@@ -20,6 +20,7 @@ from baton.cluster.records import ROLES
 from baton.launch import state
 from baton.launch.launcher import Launcher, RestartRule, Template
 from baton.launch.local_launcher import LocalLauncher
+from baton.launch.placing import Gpus
 from baton.launch.ports import Ports
 
 DOORS = ("port", "admin_port", "http_port", "page_port")  # of the router; they stay the same when it is restarted
@@ -118,18 +119,18 @@ def check_model(config: Config) -> None:
         raise UpError(f"model.path: {folder / closed[0]} cannot be read by this user")
 
 
-def make_launcher(config: Config, log_dir: Path) -> Launcher:
-    """Raises ConfigError."""
+def make_launcher(config: Config, log_dir: Path, gpus: Gpus | None = None) -> Launcher:
+    """`gpus`: of this host, for its processes. Raises ConfigError."""
     check_launcher(config)
     rule = RestartRule(config.launcher.restart_backoff_s, config.launcher.restart_backoff_max_s, hang_s=config.launcher.hang_s)
     if config.launcher.kind == "local":
-        return LocalLauncher(rule, log_dir, [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu])
+        return LocalLauncher(rule, log_dir, gpus)
     # Ray is loaded only here, so that a local cluster starts without it.
     from baton.launch.ray_launcher import RayLauncher
 
     needed = 1 + sum(pool.cpus * pool.replicas for pool in (config.prefill, config.decode))
     own = None if config.launcher.ray_address else max(int(needed) + 2, 4)
-    return RayLauncher(config.launcher.ray_address, rule, log_dir, ray_num_cpus=own)
+    return RayLauncher(config.launcher.ray_address, rule, log_dir, ray_num_cpus=own, gpus=gpus)
 
 
 def templates(config: Config, ports: Ports, label: str = "") -> list[tuple[Template, int]]:
@@ -154,7 +155,7 @@ def templates(config: Config, ports: Ports, label: str = "") -> list[tuple[Templ
             argv,
             env,
             pool.cpus,
-            pool.gpus,
+            0.0 if pool.gpus == "auto" else pool.gpus,  # not auto any more where a GPU is used (`baton.launch.gpus`)
             pool.placement,
             pool.cores,
             config.engine.threads,

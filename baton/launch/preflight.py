@@ -1,15 +1,13 @@
-"""What would keep a cluster from starting and can be known before anything starts: packages, devices and files that are missing here.
+"""What would keep a cluster from starting and can be known before anything starts: packages and files that are missing here. Devices are
+the task of `baton.launch.gpus`.
 
 What only an engine can judge (a model's config.json, say) ends the worker with the exit status CANNOT, and `baton up` does not try again.
 Nothing is checked where Ray may run the processes on other hosts.
 """
 
-import ctypes
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -52,33 +50,9 @@ def check_here(config: Config) -> None:
         file = getattr(config.security, name)
         if file is not None and not (Path(file).is_file() and os.access(file, os.R_OK)):
             raise UpError(f"security.{name}: {file} {'cannot be read' if Path(file).exists() else 'does not exist'}")
-    if config.engine.device == "cuda" and not config.launcher.ray_address and (why := no_cuda()):
-        raise UpError(f"engine.device cuda: {why}; set engine.device to cpu")
 
 
 def _installed(module: str) -> bool:
     with suppress(ImportError):  # of a parent, which this imports
         return find_spec(module) is not None
     return False
-
-
-def no_cuda(load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> str:
-    """Why torch would find no device; empty if it may. Torch itself takes seconds to load, so the driver is asked."""
-    try:
-        build = version("torch").partition("+")[2]
-    except PackageNotFoundError:
-        return "torch is not installed here"
-    if build.startswith("rocm"):  # calls its devices cuda, too
-        return ""
-    if build == "cpu":
-        return "this torch is built for CPUs alone"
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return "CUDA_VISIBLE_DEVICES hides every device"
-    count = ctypes.c_int()
-    try:
-        driver = load("libcuda.so.1")
-    except OSError:
-        return "there is no NVIDIA driver here (libcuda.so.1)"
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or not count.value:
-        return "the NVIDIA driver finds no device here"
-    return ""

@@ -28,9 +28,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.gpus import VISIBLE
 from baton.cluster.packages import HOME
 from baton.launch.child import KILLED_S, Child
 from baton.launch.launcher import Launcher, Place, ProcessState, RestartRule, Template
+from baton.launch.placing import Gpus
 
 REACHABLE_S = 5.0
 JOIN_S = 60.0  # to start or join a cluster
@@ -68,7 +70,7 @@ def inherited(template: Template) -> dict[str, str]:
     if env.get("OMP_NUM_THREADS") == str(max(int(template.cpus), 1)):  # Ray's guess; any other value was set by the operator
         del env["OMP_NUM_THREADS"]
     if not template.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ""  # otherwise it would see devices that Ray gave to other processes
+        env[VISIBLE] = ""  # otherwise it would see devices that Ray gave to other processes
     if "PYTHONPATH" in env:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, env["PYTHONPATH"].split(os.pathsep)))
     return env
@@ -164,8 +166,8 @@ class RayLauncher(Launcher):
     """Joins the cluster at `address` ("host:port" or "auto"), or starts one on this machine, which ends with `stop` or with this process.
 
     A process has only one connection to Ray: if it is already connected, that connection is used and not closed. `ray_num_cpus`,
-    `ray_num_gpus`: the resources of a cluster started here, instead of those that Ray finds. `log_dir` is a path on the nodes; without it,
-    the output goes to Ray's session directory.
+    `ray_num_gpus`: the resources of a cluster started here, instead of those that Ray finds; `gpus`: what it may give to processes, instead
+    of all. `log_dir` is a path on the nodes; without it, the output goes to Ray's session directory.
     """
 
     def __init__(
@@ -176,6 +178,7 @@ class RayLauncher(Launcher):
         place_timeout_s: float = 60.0,
         ray_num_cpus: int | None = None,
         ray_num_gpus: int | None = None,
+        gpus: Gpus | None = None,
     ) -> None:
         super().__init__()
         self._address = address
@@ -184,7 +187,8 @@ class RayLauncher(Launcher):
         self._rooms = _Rooms()
         self._place_timeout_s = place_timeout_s
         self._num_cpus = ray_num_cpus
-        self._num_gpus = ray_num_gpus
+        self._num_gpus = ray_num_gpus if gpus is None else len(gpus.devices)
+        self._gpus = gpus
         self._connected_here = False
         # One thread for all of Ray's blocking calls, for the life of this launcher: Ray's daemons are tied to the thread that started them.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray")
@@ -213,6 +217,8 @@ class RayLauncher(Launcher):
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if self._address is None:
+            if self._gpus is not None:  # Ray hands out what this variable names
+                os.environ[VISIBLE] = ",".join(device.token for device in self._gpus.devices)
             # `address="local"`: otherwise the remains of a killed cluster are taken for a living one. Niceness: see Supervisor. Supervisors
             # cannot use prestarted workers, one idle Python per core, because they need another PYTHONPATH.
             self._init(
@@ -230,6 +236,9 @@ class RayLauncher(Launcher):
         """Ray makes its workers import from the current working directory first, so that must contain no Python files."""
         with chdir("/"):
             ray.init(log_to_driver=False, configure_logging=False, **how)
+
+    async def gpus(self) -> float:
+        return float((await self._call(ray.cluster_resources)).get("GPU", 0))
 
     async def _close(self) -> None:
         if self._connected_here:

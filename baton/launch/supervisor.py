@@ -26,8 +26,10 @@ from baton.cluster.records import Pools, RouterRecord, StartRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
 from baton.cluster.rpc import channel
 from baton.launch import state
+from baton.launch.gpus import settle_afar
 from baton.launch.launcher import Launcher, ProcessState
 from baton.launch.patience import Patience
+from baton.launch.placing import Gpus
 from baton.launch.plan import UpError, complete, make_launcher, redis_host, templates
 from baton.launch.ports import Ports
 from baton.launch.reconcile import Reconciler
@@ -55,6 +57,7 @@ class Supervisor:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
     asked_by: int = 0  # the signal that asked us to stop
+    gpus: Gpus | None = None  # of this host, for its processes
     label: str = ""  # of a host that joins a cluster: only workers run here, and their names contain it
     routers: list[RouterRecord] = field(default_factory=list)  # once all of them serve
     ports: Ports = field(init=False)  # of the routers
@@ -70,7 +73,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._ask, number)
         # On the main thread, which lives as long as we do: the server dies with the thread that started it.
         self.redis = EmbeddedRedis(host=redis_host(self.config)) if self.config.redis.url == "embedded" else None
-        launcher = make_launcher(self.config, self.log_dir)
+        launcher = make_launcher(self.config, self.log_dir, self.gpus)
         config = self.config
         served = False
         try:
@@ -113,6 +116,8 @@ class Supervisor:
 
     async def _start(self, config: Config, launcher: Launcher, registry: Registry) -> Pools:
         await launcher.start()
+        if config.launcher.ray_address is not None:
+            config = settle_afar(config, await launcher.gpus())
         pools = Pools(config.prefill.replicas, config.decode.replicas)
         if not self.label:
             await _store(registry, pools)

@@ -21,6 +21,7 @@ from baton.cluster import pulse
 from baton.cluster.address import advertised
 from baton.cluster.config import Config, ConfigError, PoolConfig
 from baton.cluster.connect import connect_registry
+from baton.cluster.device import choose
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
 from baton.cluster.guard import Guard
@@ -117,7 +118,8 @@ class Host:
         if not fits(self.config, self.role, usable_cores()):
             os.environ.setdefault(*SLEEP_SOON)  # read when torch is loaded, which is now
         listener = Listener(self._on_step, self._on_cache, self._stop.fail, self._on_batch)
-        self.engine = engine = await start_engine(options(self.config), listener, starting.tell)
+        given = await asyncio.to_thread(options, self.config, self.pool_config.gpus)  # it asks a driver
+        self.engine = engine = await start_engine(given, listener, starting.tell)
         self._facts = await engine.look()
         self._meter.tell(lambda: self._facts, engine.traits.num_blocks, engine.pool.layout.block_size)
         self._closers.push_async_callback(engine.close)
@@ -296,7 +298,12 @@ def fits(config: Config, role: RoleName, cores: int) -> bool:
     return max(1, workers) * (config.engine.threads or cores) <= cores
 
 
-def options(config: Config) -> Options:
-    """The engine's slice of the configuration, and the threads that this machine gives."""
-    engine = config.engine
-    return Options(config.model, engine.model_copy(update={"threads": engine.threads or quota_cores()}), config.kv.transport == "cuda_ipc")
+def options(config: Config, gpus: float | str = 1.0) -> Options:
+    """The engine's slice of the configuration, and the threads and the device that this machine gives. `gpus`: of the worker's pool; less
+    than 1 is a share. Raises ValueError without the device that is asked for."""
+    engine, choice = config.engine, choose(config.engine.device)
+    if choice.note:
+        log.warning("%s", choice.note)
+    engine = engine.model_copy(update={"threads": engine.threads or quota_cores(), "device": choice.device})
+    share = gpus if isinstance(gpus, float) and 0 < gpus < 1 else 1.0
+    return Options(config.model, engine, config.kv.transport == "cuda_ipc", share)

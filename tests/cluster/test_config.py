@@ -38,6 +38,8 @@ LEGAL = {
     "engine.max_num_batched_tokens": "1024",
     "engine.threads": "2",
     "engine.device": "cuda",
+    "prefill.gpus": "0.5",
+    "decode.gpus": "2.0",
     "engine.attention_backend": "triton",
     "engine.weight_dtype": "int8",
     "engine.products": "onednn",

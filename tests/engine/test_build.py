@@ -25,6 +25,7 @@ from baton.engine.core.toy import ToyRunner, naive
 from baton.engine.defaults import DeviceFacts, settle, stored_dtype
 from baton.engine.facts.fields import CheckpointError
 from baton.engine.facts.fingerprint import fingerprint, tokenizer_fingerprint
+from baton.engine.gpu.device import free_memory, share_memory
 from baton.engine.model.naive import generate
 from baton.engine.options import Options
 from baton.engine.runner import ModelRunner
@@ -205,9 +206,32 @@ def test_memory_that_is_not_a_devices_is_not_shared_as_one(how: dict[str, Any]) 
         check(Options.of(Path("model"), direct=True, **how))
 
 
+def test_a_gpu_without_room_for_the_weights_is_a_sentence(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the start at once, with the status of what will not do better the next time."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated memory is large, wait")
+
+    monkeypatch.setattr("baton.engine.choice.load", full)
+    with pytest.raises(BuildError, match=r"^engine.device: the GPU has too little.*: CUDA out of memory\. Tried to allocate 2\.00 GiB\.$"):
+        build(Options.of(small))
+
+
+def test_memory_of_a_shared_gpu_is_a_share_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10)
+    device = torch.device("cuda")
+    assert [free_memory(device, share) for share in (1.0, 0.9, 0.5, 0.1)] == [60, 60, 30, 0]
+    limits: list[float] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)
+    for share in (1.0, 0.5):
+        share_memory(share)
+    assert limits == [0.5]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_is_refused(small: Path) -> None:
-    with pytest.raises(BuildError, match=r"engine\.device: there is no cuda device"):
+    with pytest.raises(BuildError, match=r"engine\.device: this torch cannot use a cuda device: .*(CUDA|NVIDIA)"):
         build(Options.of(small, device="cuda"))
 
 

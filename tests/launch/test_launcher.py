@@ -23,14 +23,17 @@ from pool_contract import CONTRACT, Bench
 from ray._raylet import Config  # type: ignore[attr-defined]  # its stubs lack it
 
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.gpus import Device
 from baton.launch.child import MOVES, Life, move
 from baton.launch.launcher import Launcher, ProcessState, RestartRule, Restarts, Roster, Template, Watchdog
-from baton.launch.local_launcher import LocalLauncher, pick_gpus
+from baton.launch.local_launcher import LocalLauncher
+from baton.launch.placing import Gpus
 from baton.launch.ray_launcher import RayLauncher
 from baton.moves import IllegalMove
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+TWO = Gpus(tuple(Device(str(index), index, "H100", 80 << 30, 0) for index in range(2)))
 RULE = RestartRule(backoff_s=0.1, max_backoff_s=1.0, stable_s=5.0)
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}  # otherwise Ray writes one under the home directory
 
@@ -217,7 +220,7 @@ async def launch(request: pytest.FixtureRequest) -> AsyncIterator[Launch]:
     async def start(**more: Any) -> Launcher:
         launcher: Launcher
         if request.param == "local":
-            launcher = LocalLauncher(more.pop("rule", RULE), gpu_ids=("0", "1"), **more)
+            launcher = LocalLauncher(more.pop("rule", RULE), gpus=TWO, **more)
         else:
             launcher = RayLauncher(request.getfixturevalue("ray_address"), more.pop("rule", RULE), place_timeout_s=10.0, **more)
         launchers.append(launcher)
@@ -721,13 +724,6 @@ def test_the_roster_refuses_invalid_changes() -> None:
             attempt()
         assert refused.value.reason is Reason.INVALID_FIELD
     assert roster.resize("decode", 1) == ([], [])
-
-
-def test_gpus_are_picked_by_their_free_share() -> None:
-    assert pick_gpus({"0": 1.0, "1": 0.0}, 1) == ("1",)
-    assert pick_gpus({"0": 0.5, "1": 0.0}, 0.5) == ("0",)
-    assert pick_gpus({"0": 0.5, "1": 0.0}, 2) is None
-    assert pick_gpus({"0": 0.9, "1": 0.9}, 0) == ()
 
 
 @pytest.mark.parametrize("wrong", [{"role": ""}, {"argv": ()}, {"gpus": 1.5}, {"cpus": -1.0}, {"grace_s": -1.0}])

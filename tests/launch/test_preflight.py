@@ -1,6 +1,5 @@
 """What can be known before a cluster starts is known then."""
 
-import ctypes
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 from baton.cluster.config_layers import load
 from baton.launch import preflight
 from baton.launch.plan import UpError
-from baton.launch.preflight import NEEDS, RAY, Need, check_here, no_cuda
+from baton.launch.preflight import NEEDS, RAY, Need, check_here
 
 
 def config(**flags: str) -> Any:
@@ -19,7 +18,6 @@ def config(**flags: str) -> Any:
 
 @pytest.mark.parametrize("need", [RAY, *NEEDS], ids=lambda need: need.module)
 def test_a_missing_package_is_named_with_the_way_to_get_it(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "no_cuda", lambda: "")
     value = "http://127.0.0.1:4317" if need.value == "*" else need.value
     flags = {need.key: value} | ({"engine.device": "cuda"} if need.key == "engine.attention_backend" else {})
     asked = load([], {}, flags).config
@@ -56,45 +54,3 @@ def test_a_file_that_cannot_be_read_is_named(name: str, tmp_path: Path, monkeypa
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != file)
     with pytest.raises(UpError, match=f"security.{name}: {file} cannot be read"):
         check_here(asked)
-
-
-class Driver:
-    def __init__(self, devices: int, fails: bool = False) -> None:
-        self._devices, self._fails = devices, fails
-
-    def cuInit(self, flags: int) -> int:
-        return int(self._fails)
-
-    def cuDeviceGetCount(self, count: Any) -> int:
-        count._obj.value = self._devices
-        return 0
-
-
-def missing(name: str) -> ctypes.CDLL:
-    raise OSError(name)
-
-
-@pytest.mark.parametrize(
-    ("build", "visible", "load", "why"),
-    [
-        ("2.13.0+cu130", None, lambda name: Driver(2), ""),
-        ("2.13.0+rocm7", None, missing, ""),
-        ("2.13.0+cpu", None, lambda name: Driver(2), "built for CPUs alone"),
-        ("2.13.0", None, missing, "no NVIDIA driver"),
-        ("2.13.0", None, lambda name: Driver(0), "no device"),
-        ("2.13.0", None, lambda name: Driver(2, fails=True), "no device"),
-        ("2.13.0", "", lambda name: Driver(2), "CUDA_VISIBLE_DEVICES"),
-    ],
-)
-def test_a_missing_device_is_found(build: str, visible: str | None, load: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "version", lambda name: build)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = no_cuda(load)
-    assert why in found if why else not found
-    monkeypatch.setattr(preflight, "no_cuda", lambda: found)
-    if why:
-        with pytest.raises(UpError, match=r"^engine.device cuda: .*; set engine.device to cpu"):
-            check_here(config(engine__device="cuda"))
-    check_here(config(engine__device="cpu"))

@@ -55,7 +55,7 @@ async def test_a_cluster_is_ready_when_the_router_reaches_every_worker(router: t
     endpoints = {"grpc": f"127.0.0.1:{port}", "admin": f"127.0.0.1:{admin_port}"}
     await registry.join(RouterRecord("router-0", 1, 1, "host", endpoints, "toy"))
     notes: list[str] = []
-    launcher = LocalLauncher(RestartRule(0.1, 1.0), tmp_path, [])
+    launcher = LocalLauncher(RestartRule(0.1, 1.0), tmp_path)
     waiting = asyncio.create_task(Supervisor(config, tmp_path, notes.append)._wait_until_ready(config, launcher, registry))
     for states in ([], ["ready"], ["ready", "unreachable"], ["ready", "starting"]):
         scripted.states = states
@@ -78,7 +78,7 @@ async def test_a_start_lasts_as_long_as_a_worker_makes_progress(
     registry, shown, now = MemoryRegistry(), list[StartRecord](), [0.0]
     monkeypatch.setattr(supervisor, "loop_time", lambda: now[0])
     await registry.join(RouterRecord("router-0", 1, 1, "host", {"grpc": f"127.0.0.1:{port}", "admin": f"127.0.0.1:{admin_port}"}, "toy"))
-    launcher = LocalLauncher(RestartRule(0.1, 1.0), tmp_path, [])
+    launcher = LocalLauncher(RestartRule(0.1, 1.0), tmp_path)
     await launcher.start()
     await launcher.add(Template("decode", (sys.executable, "-c", "import time; time.sleep(600)")), 1)
     starting = Supervisor(config, tmp_path, lambda line: None, shown.append)

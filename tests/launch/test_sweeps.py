@@ -229,7 +229,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], tu
     monkeypatch.setattr(supervisor, "complete", lambda config, url, ports: config)
     monkeypatch.setattr(supervisor, "EmbeddedRedis", lambda host: remember(Redis()))
     monkeypatch.setattr(supervisor, "connect_registry", lambda config: remember(Closed()))
-    monkeypatch.setattr(supervisor, "make_launcher", lambda config, log_dir: remember(LocalLauncher(RULE)))
+    monkeypatch.setattr(supervisor, "make_launcher", lambda config, log_dir, gpus: remember(LocalLauncher(RULE)))
     monkeypatch.setattr(supervisor, "templates", lambda config, ports, label: [(template("router"), 1), (template("decode", 300.0), 1)])
 
     def make() -> tuple[Supervisor, list[Any]]:

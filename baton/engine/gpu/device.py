@@ -15,8 +15,13 @@ def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def is_there(device: str) -> bool:
-    return torch.device(device).type != "cuda" or torch.cuda.is_available()
+def why_not(device: str) -> str:
+    """Why this process cannot use the device; empty if it can. Tried, because what CUDA says of a device may be out of date."""
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # the second from a torch that is built for CPUs
+        return str(error).partition("\n")[0]
+    return ""
 
 
 def model_of(device: torch.device) -> str:
@@ -24,10 +29,16 @@ def model_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that a CUDA device has left."""
-    free: int = torch.cuda.mem_get_info(device)[0]
-    return free
+def share_memory(share: float) -> None:
+    """This process allocates no more than that share of the current CUDA device's memory; whoever exceeds it has a CUDA out of memory."""
+    if share < 1:
+        torch.cuda.set_per_process_memory_fraction(share)
+
+
+def free_memory(device: torch.device, share: float = 1.0) -> int:
+    """Bytes of a CUDA device that this process, which may use `share` of them, can still allocate."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free if share >= 1 else max(min(free, total * share - torch.cuda.memory_reserved(device)), 0))
 
 
 def recover(device: torch.device) -> None:

@@ -46,11 +46,12 @@ class Memory(Protocol):
 
 
 class DeviceMemory:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, share: float = 1.0) -> None:
+        """`share`: of its memory, which this process may use."""
+        self._device, self._share = device, share
 
     def free(self) -> int:
-        return free_memory(self._device)
+        return free_memory(self._device, self._share)
 
     def release(self) -> None:
         gc.collect()

@@ -7,14 +7,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from baton.engine.build import BuildError
 from baton.engine.facts.fields import Fields
 from baton.engine.machine import available_memory
-from baton.engine.options import Options
+from baton.engine.options import RANKS, Options, ranks
 
 MINOR = "0.32"  # the connector's interface changes with every minor version
 OURS = {  # argument of vLLM → the key of ours that sets it
@@ -31,9 +30,9 @@ OURS = {  # argument of vLLM → the key of ours that sets it
     "max_num_queued_reqs": "engine.max_queue",
     "max_num_queued_tokens": "engine.max_queue",
 }
-RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
 SPECULATION = "vLLM refuses speculation beside a logits processor"
 SEVERAL = "start several workers instead"
+UTILIZATION = 0.9  # of a GPU's memory, as vLLM's own default
 NOT_BUILT = {  # argument → why it is refused
     "kv_transfer_config": "the handoff is Baton's",
     "kv_events_config": "block events are Baton's",
@@ -124,10 +123,6 @@ def check_device(options: Options, capability: tuple[int, int] | None, devices: 
         raise BuildError(f"engine.vllm: each rank needs a GPU: {wanted} ranks, and this worker sees {devices} (prefill.gpus, decode.gpus)")
 
 
-def ranks(given: Mapping[str, Any]) -> int:
-    return prod(given.get(name, 1) for name in RANKS)
-
-
 def set_environment(options: Options) -> None:
     """Call it before vLLM is imported: it reads most of these only once."""
     for name, value in ENVIRONMENT.items():
@@ -194,6 +189,8 @@ def arguments(options: Options, link: Mapping[str, str], key: str) -> dict[str, 
     mine |= {name: value for name, value in given.items() if value is not None}  # vLLM decides what nobody has set
     if options.engine.kv_memory_bytes or options.engine.device == "cpu":
         mine["kv_cache_memory_bytes"] = options.engine.kv_memory_bytes or _cpu_kv_bytes(options)
+    elif options.share < 1:
+        mine["gpu_memory_utilization"] = round(UTILIZATION * options.share, 3)
     return mine | dict(options.engine.vllm)
 
 

@@ -25,7 +25,7 @@ from baton.engine.defaults import DeviceFacts, settle
 from baton.engine.facts.fields import Fields
 from baton.engine.facts.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
 from baton.engine.facts.model_facts import end_tokens
-from baton.engine.options import Options
+from baton.engine.options import Options, ranks
 from baton.engine.vllm import arguments
 from baton.engine.vllm.desk import Bounds, Desk, Job
 from baton.engine.vllm.ledger import KEY, PUBLISHER, Order
@@ -68,7 +68,7 @@ class VllmEngine:
     async def start(self) -> None:
         """Raises BuildError or CheckpointError."""
         self._loop = asyncio.get_running_loop()
-        link = Host(arguments.ranks(self._options.engine.vllm), self._from_thread(self._on_news), self._from_thread(self._on_end))
+        link = Host(ranks(self._options.engine.vllm), self._from_thread(self._on_news), self._from_thread(self._on_end))
         try:
             started = await asyncio.to_thread(_start, self._options, link)
         except BaseException:

@@ -181,7 +181,7 @@ def test_an_engine_on_a_device_has_the_blocks_that_fit(folder: Path, monkeypatch
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # the plain backend
     runner = loaded(folder)
     _, small = footprint.largest_step(CAPACITY, BLOCK)
-    monkeypatch.setattr(footprint, "DeviceMemory", lambda device: Left((100 - small - 1) * runner.layout.block_bytes))
+    monkeypatch.setattr(footprint, "DeviceMemory", lambda device, share: Left((100 - small - 1) * runner.layout.block_bytes))
     asked = Options.of(folder, block_size=BLOCK, max_num_seqs=3, max_num_batched_tokens=24)
     settled = settle(asked, DeviceFacts("cuda")).options
     engine = build._on_device(runner, settled, 90)

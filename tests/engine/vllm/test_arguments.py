@@ -4,6 +4,7 @@ import json
 import logging
 import platform
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,9 @@ import pytest
 from baton.engine import build
 from baton.engine.build import BuildError
 from baton.engine.defaults import DeviceFacts, settle
-from baton.engine.options import Options
+from baton.engine.options import Options, ranks
 from baton.engine.vllm import arguments
-from baton.engine.vllm.arguments import ENVIRONMENT, NOT_BUILT, OURS, check, check_device, check_version, ranks, set_environment
+from baton.engine.vllm.arguments import ENVIRONMENT, NOT_BUILT, OURS, check, check_device, check_version, set_environment
 
 MIB = 1 << 20
 LINK = {"address": "there", "token": "secret"}
@@ -274,6 +275,13 @@ def test_what_is_not_set_is_vllms_decision() -> None:
     assert open_ones & set(made(options(max_num_seqs=9))) == {"max_num_seqs"}
     on_a_cpu = made(options(device="cpu", kv_memory_mib=1))
     assert [on_a_cpu[name] for name in ("dtype", "block_size", "max_num_seqs", "max_num_batched_tokens")] == ["float32", 32, 64, 512]
+
+
+def test_a_worker_that_shares_a_gpu_takes_its_share_of_the_memory() -> None:
+    half = replace(options(), share=0.5)
+    assert made(half)["gpu_memory_utilization"] == 0.45 and "gpu_memory_utilization" not in made(options())
+    assert "gpu_memory_utilization" not in made(half.but(kv_memory_mib=5)), "a size that is set holds"
+    assert made(half.but(vllm={"gpu_memory_utilization": 0.3}))["gpu_memory_utilization"] == 0.3
 
 
 def test_other_arguments_pass_through() -> None:
