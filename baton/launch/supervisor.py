@@ -8,6 +8,7 @@ the drains short.
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,7 @@ WATCH_EVERY_S = 0.25
 HURRY_EVERY_S = 0.1
 COUNT_S = 4.0  # how long a person who stops a cluster waits at most for the number of its requests
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ERROR_LINE = re.compile(r"\d\d:\d\d:\d\d [EC] \S+ \S+: (.+)")  # as `baton.cluster.logs` writes text
 
 Note = Callable[[str], None]
 Starts = Callable[[StartRecord], None]
@@ -59,6 +61,7 @@ class Supervisor:
     asked_by: int = 0  # the signal that asked us to stop
     gpus: Gpus | None = None  # of this host, for its processes
     label: str = ""  # of a host that joins a cluster: only workers run here, and their names contain it
+    deaths: dict[str, int] = field(default_factory=dict)  # of processes that start, as far as they were told
     routers: list[RouterRecord] = field(default_factory=list)  # once all of them serve
     ports: Ports = field(init=False)  # of the routers
 
@@ -157,11 +160,19 @@ class Supervisor:
         return starts
 
     def _complain(self, process: ProcessState) -> None:
-        """Raises UpError for a process that has died three times at its start, or that says it cannot start: it will not do better the next
-        time."""
-        if process.last_exit == CANNOT or (process.restarts >= 2 and process.state == "backoff"):
-            log = tail(self.log_dir / f"{process.name}.log")
-            raise UpError(f"{process.name} does not start (exit status {process.last_exit}):\n{log}")
+        """Notes why a process has died. Raises UpError for one that has died three times at its start, or that says it cannot start: it
+        will not do better the next time."""
+        deaths = process.restarts + (process.state == "backoff")
+        if process.last_exit is None or deaths <= self.deaths.get(process.name, 0):
+            return
+        self.deaths[process.name] = deaths
+        log = self.log_dir / f"{process.name}.log"
+        lines, why = tail(log), reason(log)
+        if process.last_exit == CANNOT:
+            raise UpError(f"{process.name} does not start (exit status {CANNOT}): {why}\nits log: {log}")
+        if deaths >= 3:
+            raise UpError(f"{process.name} does not start (exit status {process.last_exit}): {why}\n{lines}\nits log: {log}")
+        self.note(f"{process.name} ended with status {process.last_exit}: {why}; it is started again; its log: {log}")
 
     async def _watch(self, launcher: Launcher, registry: Registry, pools: Pools) -> None:
         reconciler = Reconciler(launcher, registry, pools, self.note)
@@ -330,6 +341,13 @@ def ready_state(config: Config, log_dir: Path, routers: list[RouterRecord]) -> s
         token=token(config) or "",
         routers=endpoints,
     )
+
+
+def reason(path: Path) -> str:
+    """The last error in a log, else its last line: why the process ended."""
+    lines = tail(path, 200).splitlines()
+    errors = [found[1] for line in lines if (found := ERROR_LINE.match(line))]
+    return (errors or [line.strip() for line in lines if line.strip()] or ["it wrote nothing"])[-1]
 
 
 def tail(path: Path, lines: int = 15) -> str:

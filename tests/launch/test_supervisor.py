@@ -11,10 +11,11 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.cluster.config_layers import load
+from baton.cluster.lifecycle import CANNOT
 from baton.cluster.records import Pools, RouterRecord, StartRecord
 from baton.cluster.registry import RegistryUnavailable
 from baton.launch import plan, supervisor
-from baton.launch.launcher import RestartRule, Template
+from baton.launch.launcher import ProcessState, RestartRule, Template
 from baton.launch.local_launcher import LocalLauncher
 from baton.launch.ports import Ports
 from baton.launch.supervisor import Supervisor
@@ -144,3 +145,32 @@ async def test_a_registry_that_is_slow_at_first_does_not_end_the_start(monkeypat
     monkeypatch.setattr(supervisor, "REGISTRY_WITHIN_S", 0.1)
     with pytest.raises(RegistryUnavailable):
         await asyncio.wait_for(supervisor._store(registry, pools), 10)
+
+
+def ended(status: int, restarts: int) -> ProcessState:
+    return ProcessState("decode-0", "decode", None, "backoff", restarts, status, "localhost")
+
+
+def test_a_worker_that_cannot_start_says_its_reason_and_names_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "decode-0.log"
+    said = "12:00:01 E decode-0 baton.cluster.lifecycle: engine.device: this torch cannot use a cuda device: no NVIDIA driver\n"
+    log.write_text(f"12:00:00 I decode-0 baton.worker: starting\n{said}12:00:02 I decode-0 baton.worker: closed\n")
+    notes: list[str] = []
+    starting = Supervisor(load([]).config, tmp_path, notes.append)
+    with pytest.raises(plan.UpError) as at_once:  # it will not do better the next time
+        starting._complain(ended(CANNOT, 0))
+    why = "engine.device: this torch cannot use a cuda device: no NVIDIA driver"
+    assert str(at_once.value) == f"decode-0 does not start (exit status 2): {why}\nits log: {log}" and not notes
+
+
+def test_a_worker_that_dies_at_its_start_says_why_each_time(tmp_path: Path) -> None:
+    log, notes = tmp_path / "decode-0.log", list[str]()
+    starting = Supervisor(load([]).config, tmp_path, notes.append)
+    log.write_text("Traceback (most recent call last):\n  File\nImportError: libcudart.so.13\n")
+    for restarts in (0, 0, 1):  # it is looked at more often than it dies
+        starting._complain(ended(1, restarts))
+    assert notes == [f"decode-0 ended with status 1: ImportError: libcudart.so.13; it is started again; its log: {log}"] * 2
+    with pytest.raises(plan.UpError, match=rf"(?s)does not start \(exit status 1\): ImportError: lib.*Traceback.*its log: {log}"):
+        starting._complain(ended(1, 2))
+    log.write_text("")
+    assert supervisor.reason(log) == "it wrote nothing"
