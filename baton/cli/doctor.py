@@ -22,14 +22,17 @@ import numpy as np
 
 from baton.cli.up import with_model
 from baton.cluster.address import advertised
-from baton.cluster.config import PORTS, Config
+from baton.cluster.config import PORTS, Config, ConfigError
 from baton.cluster.config_layers import mask_password, to_env
+from baton.cluster.device import NOT_BUILT, ROCM, too_old, torch_build
+from baton.cluster.gpus import Host, find, unusable
 from baton.cluster.packages import command
 from baton.cluster.redis_registry import RedisRegistry
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.defaults import CPU_SHARE
 from baton.engine.machine import available_memory, quota_cores, usable_cores
 from baton.launch import state
+from baton.launch.gpus import settle
 from baton.launch.plan import UpError, check_ports
 from baton.launch.redis_server import EmbeddedRedis
 from kvtransfer.select import make_transport
@@ -53,9 +56,11 @@ class Finding:
 def examine(config: Config, with_ray: bool, quick: bool = False, begin: Callable[[str], None] = lambda subject: None) -> Iterator[Finding]:
     """Each finding as soon as it is there; `begin` is called with what is tried next. `with_ray`: start a Ray cluster, which takes ten
     seconds or more. `quick`: leave out what computes for seconds: the transports, torch and the products."""
+    config, found = _settled(config)
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "python": lambda: [_python()],
         "memory": lambda: [_memory(config)],
+        "gpus": lambda: [*found, *gpus(find(), torch_build(), quick, config.engine.device)],
         "transports": lambda: [] if quick else _transports(config),
         "rdma": lambda: [locks(rdma_ports(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], lambda: _pool_needed(config))],
         "redis": lambda: [_redis(config)],
@@ -71,6 +76,48 @@ def examine(config: Config, with_ray: bool, quick: bool = False, begin: Callable
 
 def _python() -> Finding:
     return Finding("ok", "python", f"{sys.version.split()[0]} on {sys.platform}, {usable_cores()} cores usable")
+
+
+def _settled(config: Config) -> tuple[Config, list[Finding]]:
+    """The configuration with the device and the GPUs that its workers would get here, and a finding if they would get none or too few."""
+    try:
+        settled = settle(with_model(config))
+    except (UpError, ConfigError) as error:
+        device = "cpu" if config.engine.device == "cpu" else "cuda"
+        return config.model_copy(update={"engine": config.engine.model_copy(update={"device": device})}), [
+            Finding("fail", "gpus", str(error))
+        ]
+    device = settled.config.engine.device
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"device": device})})
+    return config, [Finding("warn", "gpus", settled.note)] if settled.note else []
+
+
+def gpus(host: Host, built: str, quick: bool, device: str) -> Iterator[Finding]:
+    """`built`: as `torch_build` tells; `device`: on which workers would compute here."""
+    if not host.gpus:
+        yield Finding("ok" if device == "cpu" else "warn", "gpus", f"none: {host.reason}")
+        return
+    runs = f"driver {host.driver}" + (f" for CUDA up to {host.cuda[0]}.{host.cuda[1]}" if host.cuda else "")
+    if built in NOT_BUILT:
+        yield Finding("warn", "driver", f"{runs}; {NOT_BUILT[built]}: install torch's build for CUDA to use the GPUs")
+    else:
+        why = "" if built == ROCM else too_old(host, built)
+        yield Finding("fail" if why else "ok", "driver", why or f"{runs}; torch is built for {built}")
+    for gpu in host.gpus:
+        if why := unusable(gpu):
+            yield Finding("fail", "gpu", f"{gpu}: {why}")
+            continue
+        free = f"{(gpu.memory_total - gpu.memory_used) / 2**30:.1f} of {gpu.memory_total / 2**30:.1f} GiB free"
+        capability = f"compute capability {gpu.capability[0]}.{gpu.capability[1]}" if gpu.capability else "compute capability unknown"
+        peers = ", ".join(f"GPU {other} by {link}" for other, link in gpu.peers.items())
+        slices = f"; MIG slices: {', '.join(f'{part.name} {part.uuid}' for part in gpu.slices)}" if gpu.mig else ""
+        yield Finding("ok", "gpu", f"{gpu}: {free}, {capability}; peers: {peers or 'none'}{slices}")
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin"))
+    absent = "not found, so FlashInfer cannot compile its kernels: install the CUDA toolkit, or set engine.attention_backend to triton"
+    yield Finding("ok" if nvcc else "warn", "nvcc", nvcc or absent)
+    if not quick:
+        yield _tried("attention", ATTENTION, 120.0)
+        yield _tried("nixl backends", NIXL, 60.0)
 
 
 def _memory(config: Config) -> Finding:
@@ -124,6 +171,24 @@ for _ in range(20):
     a @ b
 rate = 20 * 2 * 512**3 / (time.perf_counter() - began)
 print(f"{torch.__version__} multiplies matrices at {rate / 1e9:.0f} GFLOP/s with {torch.get_num_threads()} threads")
+"""
+ATTENTION = """
+import torch
+from baton.engine.gpu.choice import BACKENDS, Facts, why_not
+facts = Facts("cuda", torch.bfloat16, 16, 128, 2)
+print("; ".join(f"{name}: {why_not(name, facts) or 'possible'}" for name in BACKENDS))
+"""
+NIXL = """
+from nixl_cu13 import _api as api
+agent = api.nixl_agent("doctor", api.nixl_agent_config(backends=[]))
+opened = {}
+for name in agent.get_plugin_list():
+    try:
+        agent.create_backend(name, {})
+        opened[name] = "opens"
+    except Exception as error:
+        opened[name] = f"does not open: {error}"
+print("; ".join(f"{name} {said}" for name, said in opened.items()) or "no plugin was found: install nixl-cu13 again")
 """
 RAY = """
 import os, socket
