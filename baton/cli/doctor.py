@@ -222,7 +222,7 @@ def _threads(config: Config) -> str:
 def _products(config: Config) -> Iterator[Finding]:
     """What multiplies matrices of weights on this CPU. Found out now, as a worker would, if no worker has."""
     engine = config.engine
-    if engine.kind != "baton" or engine.device != "cpu" or not engine.compiled:
+    if engine.kind != "baton" or engine.device == "cuda" or not engine.compiled:
         return
     if engine.products != "auto":
         yield Finding("ok", "products", f"by {engine.products}, as engine.products says")
