@@ -1,5 +1,6 @@
 """Work that a device does while the host goes on, and how to wait for it. A CPU does its work immediately, so the same code runs there."""
 
+from functools import cache
 from typing import Any
 
 import numpy.typing as npt
@@ -22,6 +23,12 @@ def why_not(device: str) -> str:
     except (RuntimeError, AssertionError) as error:  # the second from a torch that is built for CPUs
         return str(error).partition("\n")[0]
     return ""
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device; elsewhere, where kernels are interpreted, that of Hopper."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 def model_of(device: torch.device) -> str:

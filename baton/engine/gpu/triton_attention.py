@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.gpu.device import capability
+from baton.engine.gpu.tiles import Head, decode_tile, prefill_tile
 from baton.engine.model.checkpoint import LayerAttention
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -334,11 +336,11 @@ def decode(q: Tensor, layer: Tensor, tables: Tensor, seats: Tensor, lens: Tensor
     """
     (batch, heads, _), kv_heads, dv = q.shape, layer.shape[2], out.shape[2]
     group = heads // kv_heads
-    tile = max(16, min(64, triton.next_power_of_2(group)))
-    head_tiles = triton.cdiv(group, tile)
+    shape = _shape(q, layer, dv)
+    tile = decode_tile(group, _head(q, shape), capability(q.device))
+    head_tiles = triton.cdiv(group, tile.rows)
     parts = q.new_empty((batch, heads, splits, dv) if splits > 1 else 0, dtype=torch.float32)
     weights = q.new_empty((batch, heads, splits) if splits > 1 else 0, dtype=torch.float32)
-    wide = dv > 256
     _decode_kernel[(batch, kv_heads * head_tiles, splits)](
         q,
         layer,
@@ -351,13 +353,13 @@ def decode(q: Tensor, layer: Tensor, tables: Tensor, seats: Tensor, lens: Tensor
         weights,
         *_how(how, q),
         *_strides(q, layer, tables, out),
-        GROUP_TILE=tile,
+        GROUP_TILE=tile.rows,
         HEAD_TILES=head_tiles,
         SPLITS=splits,
-        KEYS=32 if wide else 64,
-        **_shape(q, layer, dv),
+        KEYS=tile.keys,
+        **shape,
         **_kind(how),
-        num_warps=8 if wide else 4,
+        num_warps=tile.warps,
         num_stages=2,
     )
     if splits > 1:
@@ -389,9 +391,9 @@ def prefill(
     """
     firsts, base, longest = queries
     heads, dv = q.shape[1], out.shape[2]
-    tile = 16 if dv > 256 else 64 if dv > 128 else 128
-    keys = 32 if dv > 128 else 64
-    _prefill_kernel[(triton.cdiv(longest, tile), heads, len(seats) - base)](
+    shape = _shape(q, layer, dv)
+    tile = prefill_tile(_head(q, shape), capability(q.device))
+    _prefill_kernel[(triton.cdiv(longest, tile.rows), heads, len(seats) - base)](
         q,
         layer,
         layer[:, -1],
@@ -403,11 +405,11 @@ def prefill(
         base,
         *_how(how, q),
         *_strides(q, layer, tables, out),
-        QUERIES=tile,
-        KEYS=keys,
-        **_shape(q, layer, dv),
+        QUERIES=tile.rows,
+        KEYS=tile.keys,
+        **shape,
         **_kind(how),
-        num_warps=8 if tile == 128 else 4,
+        num_warps=tile.warps,
         num_stages=2,
     )
 
@@ -425,7 +427,11 @@ def _strides(q: Tensor, layer: Tensor, tables: Tensor, out: Tensor) -> tuple[int
     return q.stride(0), q.stride(1), block, head, slot, tables.stride(0), out.stride(0)
 
 
-def _shape(q: Tensor, layer: Tensor, dv: int) -> dict[str, int | bool]:
+def _head(q: Tensor, shape: dict[str, int]) -> Head:
+    return Head(shape["DV_PAD"], shape["DR_PAD"] if shape["DR"] else 0, bool(shape["SHARED"]), q.element_size())
+
+
+def _shape(q: Tensor, layer: Tensor, dv: int) -> dict[str, int]:
     """A key consists of its first Dv numbers, which may also be the value, and DR others."""
     rest = q.shape[2] - dv
     return {

@@ -1,78 +1,118 @@
-"""Compiles every Triton kernel for a real device, through the functions that launch them, on a machine without one. Prints a JSON object:
-kernel → the most shared memory (bytes) that any of its variants needs. `test_compiles.py` runs this in a separate process."""
+"""Compiles every Triton kernel for real devices, through the functions that launch them, on a machine without one:
 
+    python tests/engine/gpu/compile_kernels.py [--all] [--json FILE] [--cubins FOLDER] CAPABILITY...        such as 80 89 90 100 120
+
+Prints, for each variant, the shared memory (bytes), the registers of a thread, and the bytes that it spills. `--all`: more models, which
+take half a minute for each capability. `test_compiles.py` runs this in a separate process.
+"""
+
+import argparse
+import contextlib
+import io
 import json
-import sys
+import os
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.update(TRITON_DUMP_PTXAS_LOG="1")
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from baton.engine.gpu import tiles, triton_attention, triton_blocks, triton_sampling
+from baton.engine.gpu.sampler import Filters
+from baton.engine.gpu.triton_ops import TritonOps
+from baton.engine.model.checkpoint import LayerAttention
+
+PLAIN, GEMMA = LayerAttention(), LayerAttention(window=4096, softcap=50.0, scale=0.0625)
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+# Hq, Hkv, D, Dv, P, block size, dtype, how
+FEW = [
+    (32, 8, 128, 128, 2, 16, BF16, PLAIN),  # Llama 8B
+    (64, 1, 256, 256, 2, 256, F16, GEMMA),  # the widest group of the widest heads
+    (128, 1, 576, 512, 1, 16, BF16, PLAIN),  # latent attention
+    (128, 1, 576, 512, 1, 16, F32, PLAIN),
+]
+MORE = [
+    (32, 8, 64, 64, 2, 16, BF16, PLAIN),
+    (32, 8, 128, 128, 2, 1, F16, LayerAttention(window=512)),
+    (64, 1, 128, 128, 2, 16, BF16, PLAIN),
+    (8, 4, 256, 256, 2, 16, BF16, GEMMA),
+    (32, 32, 96, 96, 2, 16, BF16, PLAIN),  # Phi-3
+    (16, 1, 576, 512, 1, 64, BF16, PLAIN),
+    (6, 2, 24, 24, 2, 5, F32, PLAIN),
+    (32, 8, 64, 64, 2, 16, F32, PLAIN),
+    (32, 8, 128, 128, 2, 16, F32, PLAIN),
+    (8, 4, 256, 256, 2, 16, F32, GEMMA),
+]
+
 
 class NoDevice:
-    """The part of a driver that compiling needs."""
+    """The part of a driver that compiling needs. A device's number is its capability, so that each has its own kernels."""
 
-    def __init__(self, capability: int) -> None:
-        self.target = GPUTarget("cuda", capability, 32)
+    capability = 0
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return self.target
+        return GPUTarget("cuda", self.capability, 32)
 
 
-shared: dict[str, int] = {}
-binaries: list[tuple[str, bytes]] = []
+class Survey:
+    """What was compiled: (capability, kernel, shared bytes, registers, spilled bytes) of each variant."""
+
+    def __init__(self, cubins: Path | None) -> None:
+        self.rows: list[tuple[int, str, int, int, int]] = []
+        self.driver = NoDevice()
+        self.model = ""
+        self._cubins = cubins
+
+    def launcher(self, kernel: JITFunction, grid: object) -> Callable[..., None]:
+        """Takes the place of `kernel[grid]`."""
+
+        def launch(*args: object, **options: object) -> None:
+            with contextlib.redirect_stdout(io.StringIO()) as log:
+                compiled = kernel.run(*args, grid=grid, warmup=True, **options)
+            if not log.getvalue():
+                return  # it was compiled before
+            registers, spilled = (
+                max(map(int, re.findall(pattern, log.getvalue()))) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+            )
+            name: str = kernel.fn.__name__
+            self.rows.append((self.driver.capability, name, compiled.metadata.shared, registers, spilled))
+            print(
+                f"sm_{self.driver.capability:<4}{name:22}{self.model:34}{compiled.metadata.shared:>8}{registers:>5}{spilled:>7}", flush=True
+            )
+            if self._cubins:
+                (self._cubins / f"{self.driver.capability}-{name}-{len(self.rows)}.cubin").write_bytes(compiled.asm["cubin"])
+
+        return launch
 
 
-def compile_only(kernel: JITFunction, grid: object) -> object:
-    def launch(*args: object, **kwargs: object) -> None:
-        compiled = kernel.run(*args, grid=grid, warmup=True, **kwargs)
-        name = kernel.fn.__name__
-        shared[name] = max(shared.get(name, 0), compiled.metadata.shared)
-        binaries.append((f"{name}-{len(binaries)}", compiled.asm["cubin"]))
-
-    return launch
-
-
-def main() -> None:
-    triton.runtime.driver.set_active(NoDevice(int(sys.argv[1])))
-    JITFunction.__getitem__ = compile_only
-
-    from baton.engine.gpu import triton_attention, triton_blocks, triton_sampling
-    from baton.engine.gpu.sampler import Filters
-    from baton.engine.gpu.triton_ops import TritonOps
-    from baton.engine.model.checkpoint import LayerAttention
-
-    plain, gemma = LayerAttention(), LayerAttention(window=4096, softcap=50.0, scale=0.0625)
-    bf16, f32 = torch.bfloat16, torch.float32
-    # Hq, Hkv, D, Dv, P, block size, dtype, how: Llama 8B, a window, Gemma 2, Phi-3, latent attention, and float32 with odd sizes.
-    models = [
-        (32, 8, 128, 128, 2, 16, bf16, plain),
-        (32, 8, 128, 128, 2, 1, torch.float16, LayerAttention(window=512)),
-        (8, 4, 256, 256, 2, 256, bf16, gemma),
-        (32, 32, 96, 96, 2, 16, bf16, plain),
-        (128, 1, 576, 512, 1, 16, bf16, plain),
-        (6, 2, 24, 24, 2, 5, f32, plain),
-    ]
+def attention(survey: Survey, models: list[tuple[Any, ...]]) -> None:
+    tables, seats, slots = torch.zeros(9, 64, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    lens, firsts = torch.ones(8, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
     for heads, kv_heads, dim, dv, parts, block, dtype, how in models:
-        pool = torch.empty(4, 2, parts, kv_heads, block, dim, dtype=dtype)
-        tables, seats = torch.zeros(9, 64, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-        lens, firsts = torch.ones(8, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+        survey.model = f"{heads}/{kv_heads} heads of {dim}, {str(dtype)[6:]}"
+        layer = torch.empty(4, 2, parts, kv_heads, block, dim, dtype=dtype)[:, 1]
         q, out = torch.empty(8, heads, dim, dtype=dtype), torch.empty(8, heads, dv, dtype=dtype)
-        for splits in (1, 64):
-            triton_attention.decode(q, pool[:, 1], tables, seats, lens, how, out, splits)
-        triton_attention.prefill(q, pool[:, 1], tables, seats, lens, triton_attention.Queries(firsts, 0, 8), how, out)
-        slots = torch.zeros(8, dtype=torch.int64)
-        triton_attention.store(torch.empty(8, parts, kv_heads, dim, dtype=dtype), pool[:, 1], slots, slots)
+        triton_attention.decode(q, layer, tables, seats, lens, how, out, 64)
+        triton_attention.prefill(q, layer, tables, seats, lens, triton_attention.Queries(firsts, 0, 8), how, out)
+        triton_attention.store(torch.empty(8, parts, kv_heads, dim, dtype=dtype), layer, slots, slots)
     triton_attention.flatten_tables(tables, seats, firsts, 1, lens)
 
+
+def others(survey: Survey, every: bool) -> None:
+    survey.model = ""
     words, blocks = torch.empty(4, 6000, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     triton_blocks.gather(words, blocks, words)
     triton_blocks.scatter(words, blocks, words)
@@ -80,24 +120,41 @@ def main() -> None:
     triton_blocks.move(words, blocks, words, blocks)
 
     ops = TritonOps()
-    for dtype in (bf16, f32):
-        for width in (2560, 4096, 16384):
-            x = torch.empty(4, width, dtype=dtype)
-            ops.add_rms_norm(x, None, x[0], 1e-5)
-            ops.add_rms_norm(x, x, x[0], 1e-5)
-            ops.silu_mul(x)
-            ops.gelu_tanh_mul(x)
+    for dtype in (BF16, F32) if every else (BF16,):
+        x = torch.empty(4, 16384, dtype=dtype)
+        ops.add_rms_norm(x, None, x[0], 1e-5)
+        ops.add_rms_norm(x, x, x[0], 1e-5)
+        ops.silu_mul(x)
+        ops.gelu_tanh_mul(x)
         ops.rotate_(torch.empty(4, 40, 128, dtype=dtype)[:, :36], torch.empty(4, 1, 64, dtype=torch.complex64))
 
-    for vocab in (128256, 151937):
+    for vocab in (128256, 151937) if every else (128256,):
         scores, best = torch.empty(4, vocab), torch.empty(4)
         filters = Filters(best, blocks, best.double(), best, best > 0, blocks, True)
         triton_sampling.race(scores, best, triton_sampling.cutoff(scores, best, filters), filters)
 
-    if len(sys.argv) > 2:
-        for name, binary in binaries:
-            (Path(sys.argv[2]) / f"{name}.cubin").write_bytes(binary)
-    print(json.dumps(shared))
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("capabilities", type=int, nargs="+")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--json", type=Path, help="a list of (capability, kernel, shared, registers, spilled)")
+    parser.add_argument("--cubins", type=Path)
+    options = parser.parse_args()
+    survey = Survey(options.cubins)
+    triton.runtime.driver.set_active(survey.driver)
+    JITFunction.__getitem__ = lambda kernel, grid: survey.launcher(kernel, grid)
+    mock.patch.object(triton_attention, "capability", lambda _: divmod(survey.driver.capability, 10)).start()
+    print(f"{'':60}  shared regs spilled")
+    for capability in options.capabilities:
+        survey.driver.capability = capability
+        attention(survey, FEW + (MORE if options.all else []))
+        others(survey, options.all)
+    over = [row for row in survey.rows if row[2] > tiles.most_shared(divmod(row[0], 10))]
+    print(f"{len(survey.rows)} variants; more shared memory than the chip has: {over or 'none'}")
+    if options.json:
+        options.json.write_text(json.dumps(survey.rows))
 
 
-main()
+if __name__ == "__main__":
+    main()
