@@ -1,4 +1,4 @@
-"""Everything about vLLM that only a GPU can show, in one go: `pip install "baton-llm[serve,vllm]"`, then
+"""Everything about vLLM that only a GPU can show, in one go: `pip install ".[serve,vllm]"`, then
 
     python benchmarks/vllm_gpu.py [--out FOLDER] [--only STEP ...] [--shapes 0.6b 8b] [--model FOLDER] [--budget 540] [--cpu-smoke]
 
@@ -130,7 +130,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     smoke = options.cpu_smoke
     if not smoke and importlib.util.find_spec("vllm") is None:
-        sys.exit('vllm is not installed here: pip install "baton-llm[vllm]"')
+        sys.exit('vllm is not installed here: pip install ".[serve,vllm]"')
     report: dict[str, Any] = {"machine": describe(), "smoke": smoke}
     print(report["machine"])
     models = {"given": options.model} if options.model else {}

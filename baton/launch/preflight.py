@@ -31,7 +31,7 @@ NEEDS = (
     Need("telemetry.otlp_endpoint", "*", "opentelemetry.exporter.otlp.proto.grpc", "pip install 'baton-llm[otel]'"),
     Need("kv.transport", "nixl", "nixl_cu13", "pip install nixl-cu13 (Linux), or set kv.transport to auto"),
     Need("engine.attention_backend", "flashinfer", "flashinfer", "pip install 'baton-llm[gpu]'"),
-    Need("engine.attention_backend", "flash_attn", "flash_attn", "pip install 'baton-llm[gpu]'"),
+    Need("engine.attention_backend", "flash_attn", "flash_attn", "it is built from source: docs/gpus.md says how; auto does without"),
     Need("engine.attention_backend", "triton", "triton", "pip install triton"),
 )
 RAY = Need("launcher.kind", "ray", "ray", "pip install ray")
