@@ -114,6 +114,16 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "GPUs",
+        (
+            Panel("Memory in use", "bytes", (('baton_gpu_memory_bytes{state="used"}', "{{worker}} GPU {{gpu}}"),)),
+            Panel("Busy", "percentunit", (("baton_gpu_busy_ratio", "{{worker}} GPU {{gpu}}"),), top=1.0),
+            Panel("Power", "watt", (("baton_gpu_power_watts", "{{worker}} GPU {{gpu}}"),)),
+            Panel("Memory errors", "short", rate("baton_gpu_ecc_errors_total", "worker, gpu, kind")),
+            Panel("Age of these numbers", "s", (("baton_gpu_sample_age_seconds", "{{worker}}"),)),
+        ),
+    ),
+    (
         "Resilience",
         (
             Panel("Retries", "ops", rate("baton_router_retries_total", "reason"), stacked=True),

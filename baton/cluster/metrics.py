@@ -24,6 +24,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
+from baton.cluster import gpu_watch
 from baton.cluster.errors import Reason
 from baton.cluster.handoff import COUNTED
 from baton.stages import PREFILL_PARTS, STAGES
@@ -264,10 +265,7 @@ TABLE: tuple[Metric, ...] = (
         {"block_size": OPEN, "num_blocks": OPEN},
         aliases=(Alias("vllm:cache_config_info", {"block_size": "block_size", "num_blocks": "num_gpu_blocks"}),),
     ),
-    Metric(
-        "baton_kv_quarantined_blocks", "gauge", "blocks", WORKERS,
-        "Blocks held back because an abandoned read may still write into them.",
-    ),
+    Metric("baton_kv_quarantined_blocks", "gauge", "blocks", WORKERS, "Blocks held back: an abandoned read may still write into them."),
     # Leases, where the KV is
     Metric("baton_leases_held", "gauge", "leases", WORKERS, "Leases that are alive now."),
     Metric(
@@ -298,6 +296,8 @@ TABLE: tuple[Metric, ...] = (
         "Time for the digests and the lease check of one handoff.", buckets=READ_S,
     ),
     *(Metric(fact.counter, "counter", fact.unit, WORKERS, fact.help) for fact in COUNTED.values()),
+    *(Metric(fact.name, fact.kind, fact.unit, WORKERS, fact.help, fact.labels) for fact in gpu_watch.FACTS),
+    Metric(gpu_watch.AGE, "gauge", "seconds", WORKERS, "Time since the GPUs' driver last answered; what it said stands until then."),
     # The process
     Metric("baton_registry_reachable", "gauge", "1", ALL, "1: the registry answered the last call. 0: it did not."),
     Metric("baton_registry_reconnects_total", "counter", "times", ALL, "Times that the registry answered again after an outage."),

@@ -24,6 +24,7 @@ from baton.cluster.connect import connect_registry
 from baton.cluster.device import choose
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
+from baton.cluster.gpu_watch import GpuWatch
 from baton.cluster.guard import Guard
 from baton.cluster.health import HealthServer
 from baton.cluster.lifecycle import Stage, Stop, move
@@ -112,6 +113,10 @@ class Host:
             health = HealthServer(self.config, lambda: self.stage, stalled_s=self.stalled_s)
             self._closers.push_async_callback(health.close)
             await health.start(port)
+        if self.config.telemetry.metrics and self.config.engine.device != "cpu":
+            self._meter.watch(watch := GpuWatch())
+            self._closers.callback(watch.stop)
+            watch.start()
         self._starting = starting = Starting(self.name, self.role, self.incarnation, self._registry, self.config.redis.heartbeat_s)
         self.tasks.start(starting.run(), "starting")
         self._closers.push_async_callback(starting.leave)

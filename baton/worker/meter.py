@@ -1,7 +1,9 @@
 """Metrics that every worker has, whatever its role: the steps of its engine, its KV pool, its registry."""
 
 from collections.abc import Callable
+from functools import partial
 
+from baton.cluster.gpu_watch import AGE, FACTS, GpuWatch
 from baton.cluster.membership import Membership
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
@@ -24,6 +26,11 @@ class Meter:
         self._step_s.observe(seconds)
         self._step_tokens.observe(tokens)
         self._step_sequences.observe(sequences)
+
+    def watch(self, gpus: GpuWatch) -> None:
+        for fact in FACTS:
+            self._book.read(fact.name, partial(gpus.read, fact))
+        self._book.read(AGE, gpus.age)
 
     def tell(self, facts: Callable[[], Facts], num_blocks: int, block_size: int) -> None:
         """`facts` returns the facts of the last look at the engine."""
