@@ -1,6 +1,6 @@
 """Prints how long the router and a worker take until they could serve, and fails if the router loads torch: python starts.py MODEL IMAGE
 
-In an image called vllm-cpu, it also imports vLLM: a library of the system could be missing.
+In an image called vllm-cpu, it also imports vLLM, and in baton-cuda FlashInfer: a library of the system could be missing.
 """
 
 import subprocess
@@ -16,9 +16,11 @@ from baton.engine.options import Options
 build(Options.of(Path(sys.argv[1]), kv_memory_mib=64, threads=1))
 """
 VLLM = "import vllm.v1.engine.async_llm, baton.engine.vllm.arguments as ours; ours.check_version()"
+FLASHINFER = "import flashinfer.decode, flashinfer.prefill"
 
 model, image = sys.argv[1:]
-programs = {"a router": ROUTER, "a decode worker with its model": WORKER} | ({"vLLM, imports alone": VLLM} if image == "vllm-cpu" else {})
+imports = {"vllm-cpu": {"vLLM, imports alone": VLLM}, "baton-cuda": {"FlashInfer, imports alone": FLASHINFER}}
+programs = {"a router": ROUTER, "a decode worker with its model": WORKER} | imports.get(image, {})
 for role, program in programs.items():
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", program, model], check=True)

@@ -1,20 +1,18 @@
 """What can be installed: each extra in an empty environment, as pip resolves it, and each command that a text or a message names."""
 
-import os
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from resolver import resolve
 
 ROOT = Path(__file__).parents[1]
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 TOGETHER = ("serve", "gpu", "hub", "k8s", "otel", "s3", "train")
 APART = ("vllm",)  # it asks for versions of its own
 BY_CI = ("dev",)  # `make test` installs it
-NO_INDEX = "pip reaches no package index here"
 TEXTS = (".py", ".md", ".yaml", ".toml", ".tpl", ".txt", ".html", ".js", "Dockerfile", "Makefile")
 
 
@@ -54,14 +52,3 @@ def test_an_empty_environment_takes_the_extra(extras: tuple[str, ...]) -> None:
     done = resolve(f"{ROOT}[{','.join(extras)}]")
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(r"Would install .*\bbaton-llm-", done.stdout)
-
-
-def resolve(*wanted: str) -> subprocess.CompletedProcess[str]:
-    """What pip says that it would install, from the index that it has here, into an environment where nothing is. Wheels that lie on this
-    machine do not count. Skips where there is no index."""
-    env = {name: value for name, value in os.environ.items() if name not in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")}
-    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--disable-pip-version-check"]
-    there = [*pip, "--quiet", "--no-deps", "--no-cache-dir", "--retries", "0", "--timeout", "20", "h11"]
-    if subprocess.run(there, env=env, capture_output=True, timeout=120).returncode:
-        pytest.skip(NO_INDEX)
-    return subprocess.run([*pip, "--no-build-isolation", *wanted], env=env, capture_output=True, text=True, timeout=1700)

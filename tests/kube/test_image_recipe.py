@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from kube import ROOT
+from resolver import resolve
 
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 
@@ -28,6 +29,17 @@ def test_the_image_has_what_the_configuration_may_ask_for() -> None:
     """`telemetry.otlp_endpoint` is a value of the chart, and the extra `otel` is what it needs."""
     names = {re.split(r"[^\w-]", line)[0] for line in requirements("cpu", "").stdout.splitlines()}
     assert {"torch", "grpcio", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-grpc", "huggingface-hub", "boto3"} <= names
+
+
+@pytest.mark.timeout(1800)
+def test_the_image_for_gpus_gets_a_compiler_of_torchs_own_cuda() -> None:
+    """All that is installed for it, together: another CUDA's nvcc would make kernels that the driver of torch's does not run."""
+    tools = f"cuda-toolkit[{runpy.run_path(str(ROOT / 'deploy' / 'flashinfer_kernels.py'))['TOOLS']}]"
+    done = resolve(*requirements("cuda", "").stdout.splitlines(), tools, "--constraint", str(ROOT / "constraints.txt"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    versions = dict(re.findall(r"\b([a-z][\w-]*?)-(\d[\w.]*)", done.stdout.partition("Would install ")[2]))
+    assert len({versions[name].rsplit(".", 1)[0] for name in ("nvidia-cuda-nvcc", "nvidia-cuda-runtime")}) == 1
+    assert versions["flashinfer-python"] == "0.6.13"
 
 
 @pytest.mark.parametrize("arguments", [("cpu", "", "sglang"), ("cpu", "vllm"), ("rocm", "")])
