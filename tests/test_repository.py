@@ -337,6 +337,7 @@ OTHER_CLOCKS = {
     "baton/models/": "a command: the person's time",
     "loadtest/": "a command: it measures from outside",
     "baton/client.py": "an application's thread, without a loop",
+    "baton/cluster/gpu_watch.py": "a thread, which waits for a driver",
     "baton/launch/kubernetes_": "waits of threads, and of commands",
     "baton/launch/port_forward.py": "waits of threads",
     "baton/launch/redis_server.py": "starts before there is a loop",
