@@ -56,10 +56,10 @@ def test_the_benchmark_reports_a_missing_device(tmp_path: Path) -> None:
 def test_what_is_measured_follows_the_memory_found(gib: int, small: bool, batches: int, decodes: int) -> None:
     """Free memory of an H200, an H100, an L40S, an A10 and a T4, and the KV of everything that is kept."""
     import gpu
-    import shapes
+    from shapes import QWEN3_06B
 
     sizes, left_out = gpu.fitting(gpu.H200, gib * 2**30)
-    assert (sizes.model is shapes.QWEN3_06B, len(sizes.batches), sizes.interference[0]) == (small, batches, decodes), left_out
+    assert (sizes.model is QWEN3_06B, len(sizes.batches), sizes.interference[0]) == (small, batches, decodes), left_out
     kinds = ("batches", "prefills", "contexts", "handoffs")
     assert len(left_out) == small + sum(len(getattr(gpu.H200, kind)) - len(getattr(sizes, kind)) for kind in kinds)
     shapes = expected_tensors(gpu.config_of(sizes.model)).values()
