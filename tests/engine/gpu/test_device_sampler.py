@@ -17,6 +17,7 @@ from baton.engine.model import sampler as reference
 EOS = frozenset([1, 2])
 VOCAB = 320
 SEATS = 16
+ROWS = 25  # each of ten tokens is drawn in two times so many
 
 
 def kernels() -> Pick:
@@ -112,11 +113,12 @@ def test_each_filter_alone_matches_the_reference(device: torch.device, pick: Cal
 @pytest.mark.parametrize("pick", PICKS)
 def test_the_mass_of_top_k_includes_ties_with_the_last_token(device: torch.device, pick: Callable[[], Pick]) -> None:
     """Four scores of 2, six of 1: top-k 5 keeps ten, so a nucleus of 0.9 needs more than the first four."""
-    logits = torch.full((50, VOCAB), -30.0, device=device)
+    logits = torch.full((ROWS, VOCAB), -30.0, device=device)
     logits[:, :4], logits[:, 4:10] = 2.0, 1.0
     ours, found = sampler(device, pick()), []
     for first in (0, 1):
-        seqs = [Sequence(str(i), [0], 1, SamplingParams(max_tokens=9, seed=2 * i + first, top_k=5, top_p=0.9), root=b"") for i in range(50)]
+        asked = [SamplingParams(max_tokens=9, seed=2 * i + first, top_k=5, top_p=0.9) for i in range(ROWS)]
+        seqs = [Sequence(str(i), [0], 1, params, root=b"") for i, params in enumerate(asked)]
         drawn = [answer.token for answer in draw(ours, logits, seqs) if answer]
         assert drawn == [answer.token for answer in reference.sample(logits, seqs, EOS)]
         found += drawn
