@@ -146,6 +146,7 @@ PURE = (
     "router/outliers.py", "router/retry_budget.py",
     "router/prefix_index.py", "router/admission.py", "router/pace.py",
     "router/curves.py", "router/listing.py",
+    *(f"router/tools/{name}.py" for name in ("arguments", "calls", "delta", "families", "reading", "source", "thinking")),
     "router/stop.py", "router/slo.py", "router/resume.py", "router/transcript.py", "loadtest/latency.py",
     "loadtest/slo.py", "loadtest/distribution.py", "loadtest/window.py", "loadtest/summary.py", "loadtest/estimate.py",
     "loadtest/verdict.py", "loadtest/arms.py",
