@@ -9,7 +9,7 @@ goes on from there, as it does after the death of a worker. A receipt (`router.r
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,7 @@ from baton.engine.core.block_key import extend_keys, root_key
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.facts.model_facts import Recommended
 from router.admission import Admission
+from router.conversation import PLAIN, Setting, with_effort
 from router.dispatch import Dispatcher
 from router.gate import Gate
 from router.journal import REFUSALS, Entry, Journal
@@ -33,6 +34,10 @@ from router.resume import Receipt, prompt_digest, receipt_key
 from router.served import Served, ServedModel
 from router.tokenizer import Tokenizer
 from router.tokenizer_pool import TokenizerPool
+from router.tools import generic
+from router.tools.delta import Delta
+from router.tools.forms import TAIL, Forms
+from router.tools.reading import Reader
 from router.transcript import Transcript
 from router.validate import Ask, Context, Limits, check, recommend, resolve
 
@@ -54,11 +59,12 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token of the output and the text that it completed."""
+    """One token of the output and the text that it completed: content alone, if calls and thinking are told apart."""
 
     index: int
     token: Token
     text: str
+    deltas: tuple[Delta, ...] = ()  # all of it, if they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,9 @@ class Finished:
     reason: FinishReason
     text: str  # what was held back until now
     stop: str | None  # the stop string that ended the output
+    deltas: tuple[Delta, ...] = ()  # as in a Piece
+    calls: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,7 @@ class ModelText:
 
     tokenizer: Tokenizer
     recommended: Recommended = field(default_factory=Recommended)  # for requests that do not say otherwise
+    forms: Forms = field(default_factory=Forms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +152,7 @@ class GenerateService:
         self.model_name = model.name
         self._tokenizer = text.tokenizer
         self._recommended = text.recommended
+        self._forms = text.forms
         self._dispatcher = dispatcher
         self._gate = Gate(admission, model, config, journal.objectives)
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_inflight)
@@ -200,6 +211,9 @@ class GenerateService:
         check(ask, _LIMITS, (self.model_name,), self._tokenizer.vocab_size, context)
         if ask.sampling.stop:
             self._tokenizer.stop_tokens(ask.sampling.stop)
+        if ask.setting is not PLAIN:
+            self._forms.check(ask.setting)
+            self._setting(ask)
 
     def _served(self) -> Served:
         if self._model.served is None:
@@ -236,12 +250,12 @@ class GenerateService:
             params = replace(params, stop_token_ids=params.stop_token_ids | self._tokenizer.stop_tokens(stops))
         id_ = ask.request_id or (receipt.request_id if receipt else self._draws.request_id())
         output = list(ask.output_so_far)
-        text = Transcript(self._tokenizer, prompt, params, stops)
+        digest = await self._off_loop(len(prompt) > LONG_PROMPT, deadline, prompt_digest, prompt)
+        text = self._transcript(ask, prompt, params, stops, self._forms.call_id(id_, digest))
         tokens = [*prompt, *output] if output else prompt
         request = Request(id_, tokens, len(prompt), params, self._salt(ask), deadline, trace, resumed=len(output), priority=ask.priority)
         request.backlog = ask.backlog
         long = len(prompt) > LONG_PROMPT
-        digest = await self._off_loop(long, deadline, prompt_digest, prompt)
         if receipt is not None:
             receipt.check_model(served.model_fingerprint)  # it may have changed while the request waited
             receipt.check_prompt(digest)
@@ -256,6 +270,19 @@ class GenerateService:
         new = Receipt.of(id_, digest, served.model_fingerprint, ask.tenant, expires_at)
         return _Plan(request, text, stops, ask.resume or new.sealed(self._receipt_key), receipt is not None)
 
+    def _transcript(
+        self, ask: Ask, prompt: Sequence[int], params: SamplingParams, stops: Sequence[str], id_of: Callable[[int], str]
+    ) -> Transcript:
+        end = self._tokenizer.spelled(prompt[-TAIL:])
+        format = self._forms.format(ask.setting, end, id_of) if ask.messages is not None else None
+        if format is None:
+            return Transcript(self._tokenizer, prompt, params, stops)
+        return Transcript(self._tokenizer, prompt, params, stops, Reader(format), self._forms.marks)
+
+    def _setting(self, ask: Ask) -> Setting:
+        """Raises INVALID_FIELD."""
+        return with_effort(ask.setting, self._tokenizer.variables, self._forms.thinking is not None)
+
     async def _run(self, request: Request, text: Transcript) -> AsyncGenerator[Event, None]:
         if request.finish is None:  # else the output had ended when its stream broke
             async with aclosing(self._dispatcher.generate(request)) as batches:
@@ -263,23 +290,26 @@ class GenerateService:
                     pieces = _pieces(tokens, request.output_len - len(tokens), text)
                     request.cut(len(tokens) - len(pieces))
                     yield Pieces(pieces)
-                    if text.stop is not None:
+                    if text.ended:
                         break
         request.trace.watch.stop()
-        if text.stop is not None:
-            yield Finished(request, "stop", "", text.stop)
-            return
-        rest = text.flush()
-        if request.finish is None:
+        rest = text.flush(None if text.ended else request.finish)
+        reason = "stop" if text.ended else request.finish
+        if reason is None:
             raise BatonError(Reason.INTERNAL, "the request ended without a reason")
-        yield Finished(request, request.finish if text.stop is None else "stop", rest, text.stop)
+        calls = text.reader.calls if text.reader is not None else 0
+        yield Finished(request, reason, rest.text, text.stop, rest.deltas, calls, text.reasoning_tokens)
 
     async def _tokenize(self, ask: Ask, deadline: float) -> list[int]:
         if ask.token_ids is not None:
             return list(ask.token_ids)
         left, most = deadline - loop_time(), self.max_model_len
         if ask.messages is not None:
-            return await self._pool.run(self._tokenizer.render, ask.messages, ask.names, most, within_s=left)
+            messages, names, setting = ask.messages, ask.names, self._setting(ask)
+            if not self._forms.templated and (setting.offered or setting.asides):
+                messages, setting = generic.told(messages, setting), replace(setting, tools=(), asides=())
+                names = ()
+            return await self._pool.run(self._tokenizer.render, messages, names, most, setting, within_s=left)
         parsed, around = ask.parse_special is not False, ask.add_special_tokens is not False
         encode = partial(self._tokenizer.encode, parse_special=parsed, add_special_tokens=around)
         return await self._pool.run(encode, ask.text or "", most, within_s=left)
@@ -323,7 +353,8 @@ def _pieces(tokens: Tokens, start: int, text: Transcript) -> tuple[Piece, ...]:
     """The pieces of the tokens, up to a stop string that ends the output. `start`: index of the first token in the output."""
     made = []
     for index, token in enumerate(tokens, start):
-        made.append(Piece(index, token, text.push(token.id)))
-        if text.stop is not None:
+        said = text.push(token.id)
+        made.append(Piece(index, token, said.text, said.deltas))
+        if text.ended:
             break
     return tuple(made)

@@ -34,6 +34,7 @@ from baton.cluster.errors import invalid
 from baton.engine.facts.fingerprint import tokenizer_fingerprint
 from baton.engine.facts.tokenizer_files import TOKENIZER, TokenizerFiles
 from router.chat_template import ChatTemplate, Message, Outline, TakenApart, fill
+from router.conversation import PLAIN, Setting, data_of, told_words
 from router.validate import too_long
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -110,7 +111,9 @@ class Tokenizer:
             return before + encodings[0].ids + after
         return self._plain.post_process(Encoding.merge(encodings, growing_offsets=True)).ids
 
-    def render(self, messages: Sequence[Message], names: Sequence[str] = (), most: int | None = None) -> list[int]:
+    def render(
+        self, messages: Sequence[Message], names: Sequence[str] = (), most: int | None = None, setting: Setting = PLAIN
+    ) -> list[int]:
         """Encodes a conversation of (role, content) with the model's chat template, up to where the assistant begins to write.
 
         `names`: of the participants, one per message; "" for none. Contents and names are data. Roles are treated as the template's own
@@ -119,14 +122,17 @@ class Tokenizer:
         """
         if self._chat is None:
             raise invalid("chat", "this model has no chat template; send text")
-        self._check_count([content for _, content in messages], most, "chat", self._plain)
-        text = self._chat.render(messages, names)
-        data = [*(content for _, content in messages), *names]
+        data = [*(content for _, content in messages), *names, *data_of(setting)]
+        self._check_count(data, most, "chat", self._plain)
+        for field, word in told_words(setting):
+            if inside := self._controls(self._parse(word)):
+                raise invalid(field, f"holds the control token {self.name(inside[0])}, which only the chat template may write")
+        text = self._chat.render(messages, names, setting)
         try:
-            outline = self._chat.outline(messages, names)
+            outline = self._chat.outline(messages, names, setting)
         except TakenApart:
             ids = self._parse(text)
-            if not self._all_from_template(ids, self._chat.silhouette(messages, names), data):
+            if not self._all_from_template(ids, self._chat.silhouette(messages, names, setting), data):
                 raise invalid("chat", "has text that the chat template cuts up and that this model could read as a control token") from None
             return ids
         if text != outline.text or self._late:
@@ -134,6 +140,21 @@ class Tokenizer:
             if self._all_from_template(ids, outline.shape, data):
                 return ids
         return list(self._encode_outline(outline))
+
+    @property
+    def template(self) -> str | None:
+        """The source of the chat template."""
+        return self._chat.source if self._chat is not None else None
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """What the chat template reads."""
+        return self._chat.variables if self._chat is not None else frozenset()
+
+    def spelled(self, ids: Iterable[int]) -> str:
+        """The text of `ids` with the spelling of control tokens."""
+        pieces = ((self.piece(id_), self.name(id_)) for id_ in ids)
+        return b"".join(name.encode() if piece is None else piece for piece, name in pieces).decode(errors="replace")
 
     def _check_count(self, texts: Sequence[str], most: int | None, field: str, by: tokenizers.Tokenizer) -> None:
         """Raises CONTEXT_LENGTH as soon as it is certain that `texts` have at least `most` tokens. Texts that may fit are not checked: to

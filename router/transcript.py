@@ -4,7 +4,9 @@ So a stream that began at another router continues inside a character or a possi
 nothing about the text is taken from the client.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from baton.cluster.errors import invalid
 from baton.engine.core.sampling import SamplingParams
@@ -12,32 +14,71 @@ from router.detokenizer import Detokenizer
 from router.request import FinishReason
 from router.stop import StopMatcher
 from router.tokenizer import Tokenizer
+from router.tools.delta import Content, Delta
+from router.tools.reading import Reader
 
 PROMPT_TAIL = 8  # ids; only whether any of them is text matters
+_NOTHING: Mapping[int, bytes] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a token completes. `deltas`: all of it in order, if calls or thinking are told apart; `text`: the content."""
+
+    text: str
+    deltas: tuple[Delta, ...] = ()
 
 
 class Transcript:
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, stops: Sequence[str]) -> None:
-        """`stops`: stop strings."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stops: Sequence[str],
+        reader: Reader | None = None,
+        marks: Mapping[int, bytes] = _NOTHING,
+    ) -> None:
+        """`stops`: stop strings. `reader`: of calls and thinking. `marks`: control tokens that it must see, with their spelling."""
+        self.reader = reader
+        self.reasoning_tokens = 0
         self.length = 0  # tokens
         self.shown = 0  # characters returned
         self.stop: str | None = None  # the stop string that has ended the output
         self._params = params
-        self._text = Detokenizer(tokenizer, prompt[-PROMPT_TAIL:])
+        self._text = Detokenizer(tokenizer, prompt[-PROMPT_TAIL:], marks)
         self._matcher = StopMatcher(stops)
 
-    def push(self, token_id: int) -> str:
-        """The text that the token completes and that is certainly output. A stop token that ends the output has no text."""
+    def push(self, token_id: int) -> Said:
+        """What the token completes and is certainly output. A stop token that ends the output has no text."""
         self.length += 1
         hidden = token_id in self._params.stop_token_ids and self._may_end
         visible, self.stop = self._matcher.push("" if hidden else self._text.push(token_id), self._may_end)
-        self.shown += len(visible)
-        return visible
+        if self.reader is None:
+            return self._said(visible)
+        thought = self.reader.thinks
+        said = self._said(visible, self.reader.push(visible))
+        self.reasoning_tokens += thought or self.reader.thinks
+        return said
 
-    def flush(self) -> str:
-        """Returns what was held back, at the end of the output. It may still complete a stop string."""
+    def flush(self, reason: FinishReason | None) -> Said:
+        """Returns what was held back, at the end of the output. It may still complete a stop string. `reason`: why it ends, unless so."""
         visible, self.stop = self._matcher.push(self._text.flush(), self._may_end)
-        return visible if self.stop is not None else visible + self._matcher.flush()
+        if self.stop is None:
+            visible += self._matcher.flush()
+        if self.reader is None:
+            return self._said(visible)
+        return self._said(visible, [*self.reader.push(visible), *self.reader.flush(self.stop is None and reason == "length")])
+
+    @property
+    def ended(self) -> bool:
+        """Whether a stop string, or the only call that the answer may have, ends the output."""
+        return self.stop is not None or (self.reader is not None and self.reader.complete)
+
+    def _said(self, visible: str, deltas: Sequence[Delta] | None = None) -> Said:
+        text = visible if deltas is None else "".join(delta.text for delta in deltas if isinstance(delta, Content))
+        self.shown += len(text)
+        return Said(text, tuple(deltas or ()))
 
     @property
     def _may_end(self) -> bool:
@@ -60,7 +101,7 @@ class Transcript:
     def _finish(self, last: int, eos: Collection[int]) -> FinishReason | None:
         """The engine's rule (`baton.engine.core.sequence`), and the stop strings, which only the router knows."""
         params = self._params
-        if self.stop is not None:
+        if self.ended:
             return "stop"
         if self._may_end and (last in params.stop_token_ids or (last in eos and not params.ignore_eos)):
             return "stop"

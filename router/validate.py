@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 from baton.cluster.errors import BatonError, Reason, Violation, invalid
 from baton.engine.core.sampling import GREEDY_BELOW, LEAST_TOP_P, NUMBERS, Range, SamplingParams
 from baton.engine.facts.model_facts import Recommended
+from router import conversation
 from router.backlog import Backlog
+from router.conversation import PLAIN, Setting
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 DEFAULT_MAX_TOKENS = 256
 MAX_REQUEST_ID = 128  # characters; a longer one is refused
 MAX_VIOLATIONS = 20  # in one answer: they travel in the trailers, which gRPC limits to 8 KiB
@@ -74,6 +76,7 @@ class Ask:
     text: str | None = None
     messages: tuple[tuple[str, str], ...] | None = None  # role, content
     names: tuple[str, ...] = ()  # of the participants, one per message; "" for none
+    setting: Setting = PLAIN  # what else a chat holds
     token_ids: Sequence[int] | None = None
     parse_special: bool | None = None  # read the control tokens that `text` spells out; None: yes
     add_special_tokens: bool | None = None  # put around `text` what the model expects there; None: yes
@@ -200,7 +203,9 @@ def _prompt(ask: Ask, limits: Limits, vocab_size: int) -> Iterator[Violation]:
         for name in ("parse_special", "add_special_tokens"):
             if getattr(ask, name):
                 yield Violation(name, "does not apply to a chat, in which only the template writes control tokens")
-        yield from _messages(ask.messages, limits)
+        yield from _messages(ask.messages, limits, conversation.size_of(ask.setting))
+        if len(ask.messages) <= limits.max_messages:
+            yield from conversation.check(ask.setting, ask.messages, ask.sampling.max_tokens)
         for i, name in enumerate(ask.names):
             yield from _text(f"chat.messages[{i}].name", name, limits.max_name)
     if ask.token_ids is not None:
@@ -210,11 +215,12 @@ def _prompt(ask: Ask, limits: Limits, vocab_size: int) -> Iterator[Violation]:
             yield from _ids("token_ids.ids", ask.token_ids, vocab_size)
 
 
-def _messages(messages: tuple[tuple[str, str], ...], limits: Limits) -> Iterator[Violation]:
+def _messages(messages: tuple[tuple[str, str], ...], limits: Limits, others: int) -> Iterator[Violation]:
+    """`others`: the size of what the messages hold besides contents."""
     if not 1 <= len(messages) <= limits.max_messages:
         yield Violation("chat.messages", f"must be 1 to {limits.max_messages} messages")
         return
-    room = limits.max_prompt_bytes
+    room = limits.max_prompt_bytes - others
     for i, (role, content) in enumerate(messages):
         if role not in ROLES:
             yield Violation(f"chat.messages[{i}].role", f"must be one of {', '.join(ROLES)}")

@@ -48,6 +48,7 @@ from router.rates import Rates, Unlimited, redis_counters
 from router.resume import receipt_key
 from router.service import Draws, GenerateService, ModelText, Tenancy
 from router.tokenizer import Tokenizer
+from router.tools.forms import Forms
 from router.turn_budget import TurnBudget
 from router.view import ClusterView
 from router.watch import Watch, outside_of
@@ -118,7 +119,7 @@ class RouterProcess:
         gauges.tell(self._book, view, admission, watch, self._tracer, readers, dispatcher.conduct)
         self.service = GenerateService(
             model=model,
-            text=ModelText(tokenizer, recommends),
+            text=ModelText(tokenizer, recommends, Forms.of(tokenizer, config.model.tool_format, config.model.reasoning_format)),
             dispatcher=dispatcher,
             admission=admission,
             config=config.router,

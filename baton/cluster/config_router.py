@@ -30,6 +30,9 @@ class RouterConfig(Section):
         strict=False,
         description="Origins whose pages may use the HTTP API from a browser: https://app.example, or * for all. Empty: none.",
     )
+    reasoning_field: Literal["both", "reasoning", "reasoning_content"] = Field(
+        default="both", description="Name under which the HTTP API tells what a model thinks; requests may use either."
+    )
     stall_s: float = Field(
         default=30.0,
         gt=0,

@@ -40,6 +40,13 @@ def option(default: Any, meaning: str, reader: str, **bounds: Any) -> Any:
     return Field(default=default, description=meaning, json_schema_extra=ReadBy(reader), **bounds)
 
 
+# The families of `router.tools.families`.
+ToolFormat = Literal[
+    "auto", "qwen3_xml", "hermes", "mistral", "mistral_list", "deepseek_v41", "deepseek_v4", "deepseek_v32", "deepseek_v3",
+    "deepseek_v31", "llama_pythonic", "llama_json", "json",
+]  # fmt: skip
+
+
 def by_device(meaning: str, reader: str, **bounds: Any) -> Any:
     """An option that `baton.engine.defaults` decides if nobody sets it."""
     return Field(default=None, description=meaning, json_schema_extra=ReadBy(reader, opens=True), **bounds)
@@ -60,6 +67,13 @@ class ModelOptions(Section):
         "auto",
         "Sampling of requests that do not set it. auto: as the model's generation_config.json recommends. baton: Baton's own"
         " defaults (temperature 1, nothing cut off).",
+        "router.wiring",
+    )
+    tool_format: ToolFormat = option("auto", "How the model writes tool calls. auto: as its chat template does.", "router.wiring")
+    reasoning_format: Literal["auto", "none", "think", "mistral"] = option(
+        "auto",
+        "What a thinking model puts around its thoughts. auto: as in its chat template; none: it does not think; think: <think>;"
+        " mistral: [THINK].",
         "router.wiring",
     )
 

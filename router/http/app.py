@@ -38,7 +38,7 @@ from router.http.encoding import IDENTITY, check_encoding, unpack
 from router.http.errors import HttpError, bad_value, to_http, to_json
 from router.http.event_id import HEADER, Numbering, asks_for_ids, last_event, resume
 from router.http.openai_in import Asked, Caller
-from router.http.openai_out import Writer
+from router.http.openai_out import REASONING, Writer
 from router.http.openapi import document
 from router.http.pieces import InPieces, gather, list_of_ids, members
 from router.http.stream import ClientGone, merge, while_connected
@@ -80,6 +80,7 @@ class HttpDoor:
         self._draw_id = draw_id
         self._metrics = metrics
         self._budget = budget or TurnBudget()
+        self._reasoning = REASONING if config.reasoning_field == "both" else (config.reasoning_field,)
         self._created = int(time.time())
         self._document = to_json(document())
         routes = [
@@ -136,7 +137,7 @@ class HttpDoor:
             chosen = caller.request_id == request.headers.get("x-request-id")
             asked = resume(asked, last, caller.request_id if chosen else "")
         events = self._events(asked, _timeout_s(request))
-        writer = Writer(asked, self._tokenizer, caller.request_id, self._service.model_name)
+        writer = Writer(asked, self._tokenizer, caller.request_id, self._service.model_name, reasoning=self._reasoning)
         if asked.stream:
             numbering = Numbering(asked, last) if last is not None or asks_for_ids(asked, request.headers) else None
             return EventStream(_chunks(events, writer, numbering), self._longest_s, self._refusal)

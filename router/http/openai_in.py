@@ -8,8 +8,7 @@ Bounds of values are those of `router.validate`; the models only bound what JSON
 reported, with the path of the parameter down to its index.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
@@ -17,22 +16,28 @@ from typing import Annotated, Any, TypeVar
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
-    Discriminator,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     StringConstraints,
-    Tag,
-    WithJsonSchema,
     create_model,
-    model_validator,
 )
 from pydantic import ValidationError as Invalid
-from pydantic_core import CoreSchema, core_schema
 
 from baton.engine.core.sampling import NUMBERS
 from router.backlog import Backlog
+from router.conversation import PLAIN
+from router.http.body import UNSUPPORTED, Body, Boolean, Integer, Number, Rule, String, Whatever, neutral, sized
+from router.http.conversing import (
+    CalledFunction,
+    Conversing,
+    Function,
+    Message,
+    Messages,
+    Part,
+    ToolCall,
+    ToolDefinition,
+    conversation,
+    setting_of,
+)
 from router.http.errors import HttpError, bad_value
 from router.http.json_body import parse
 from router.validate import Ask, AskSampling, Limits
@@ -43,7 +48,6 @@ COMPLETION_MAX_TOKENS = 16  # the default of the legacy API
 _LIMITS = Limits()
 _CONTEXT = 1 << 31  # as many tokens as still fit the context: the default of a chat
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
-_UNSUPPORTED = "unsupported_parameter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,63 +80,6 @@ class Asked:
         return {ours: f"prompt[{choice // self.n}]" if theirs == "prompt" else theirs for ours, theirs in self.names.items()}
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What a client is told when its value is refused."""
-
-    must: str | Callable[[Any], str]
-    code: str = "invalid_value"
-
-
-@dataclass(frozen=True)
-class Neutral(Rule):
-    """An unsupported parameter that would change the answer. Only `values` and null are accepted: they ask for nothing."""
-
-    code: str = _UNSUPPORTED
-    values: tuple[Any, ...] = ()
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": [*self.values, None]}
-
-    def _check(self, value: Any) -> Any:
-        if value is not None and not any(type(value) is type(known) and value == known for known in self.values):
-            raise ValueError
-        return value
-
-
-def neutral(*values: Any) -> Neutral:
-    written = " or ".join(json.dumps(value) for value in values or (None,))
-    return Neutral(f"is not supported here (only {written} is accepted)", values=values)
-
-
-class Body(BaseModel):
-    """Strict: neither `true` nor `"1"` is a number. null is the same as absent, also where the name is unknown: clients send the names of
-    other servers' parameters with null."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, json_schema_extra={"additionalProperties": {"type": "null"}})
-
-    @model_validator(mode="before")
-    @classmethod
-    def _nulls_are_absent(cls, given: Any) -> Any:
-        if type(given) is dict and None in given.values():
-            return {name: value for name, value in given.items() if value is not None}
-        return given
-
-
-def _sized(most: int, what: str, otherwise: str) -> Callable[[Any], str]:
-    """Distinguishes a list or an object that is refused for its size."""
-
-    def must(value: Any) -> str:
-        if not isinstance(value, list | dict) or 0 < len(value) <= most:
-            return otherwise
-        return f"must be at most {most} {what} (got {len(value)})" if value else "must not be empty"
-
-    return must
-
-
 def _few(value: Any) -> Any:
     """Refuses an object that is too large before its entries are checked."""
     if isinstance(value, dict) and len(value) > _LIMITS.max_logit_bias:
@@ -140,15 +87,6 @@ def _few(value: Any) -> Any:
     return value
 
 
-def _kind(value: Any) -> str | None:
-    return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
-
-
-Whatever = Any  # cannot change the answer
-Integer = Annotated[int | None, Rule("must be an integer")]
-Number = Annotated[float | None, Rule("must be a number")]
-Boolean = Annotated[bool | None, Rule("must be a boolean")]
-String = Annotated[str | None, Rule("must be a string")]
 _Ids = Annotated[list[int], Field(fail_fast=True)]
 _Prompt = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 Ids = Annotated[_Ids | None, Rule("must be a list of token ids")]
@@ -162,11 +100,11 @@ Bias = Annotated[
         BeforeValidator(_few),
     ]
     | None,
-    Rule(_sized(_LIMITS.max_logit_bias, "entries", "must be an object of token ids and numbers")),
+    Rule(sized(_LIMITS.max_logit_bias, "entries", "must be an object of token ids and numbers")),
 ]
 Prompt = Annotated[
     str | _Prompt | Annotated[list[str | _Prompt], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)],
-    Rule(_sized(MAX_CHOICES, "prompts", f"must be a string, a list of token ids, or a list of up to {MAX_CHOICES} of these")),
+    Rule(sized(MAX_CHOICES, "prompts", f"must be a string, a list of token ids, or a list of up to {MAX_CHOICES} of these")),
 ]
 
 
@@ -175,44 +113,6 @@ class StreamOptions(Body):
     continuous_usage_stats: Boolean = None
     include_event_ids: Boolean = None
     include_obfuscation: Whatever = None
-
-
-class Part(Body):
-    type: Annotated[Any, neutral("text")]
-    text: Annotated[str, Rule("must be a string")]
-    id: Whatever = None  # of LangChain
-    cache_control: Whatever = None  # of Anthropic, which LiteLLM passes on
-    annotations: Annotated[Any, neutral([])] = None
-
-
-_CONTENT = Rule("must be a string or a list of parts")
-Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Part], Field(min_length=1, fail_fast=True), Tag("parts")],
-    Discriminator(_kind),
-    _CONTENT,
-]
-
-
-class Message(Body):
-    role: Annotated[str, Rule("must be a string"), WithJsonSchema({"enum": ["system", "developer", "user", "assistant"]})]
-    content: Annotated[Content | None, _CONTENT] = None
-    name: String = None
-    id: Whatever = None
-    type: Annotated[Any, neutral("message", "text")] = None  # of the responses API; of lm-eval
-    cache_control: Whatever = None
-    reasoning_content: Annotated[Any, neutral("")] = None
-    tool_calls: Annotated[Any, neutral([])] = None
-    function_call: Annotated[Any, neutral()] = None
-    refusal: Annotated[Any, neutral()] = None
-    audio: Annotated[Any, neutral()] = None
-    annotations: Annotated[Any, neutral([])] = None
-
-
-Messages = Annotated[
-    list[Message],
-    Field(min_length=1, max_length=_LIMITS.max_messages, fail_fast=True),
-    Rule(_sized(_LIMITS.max_messages, "messages", "must be a list of messages")),
-]
 
 
 # A field for each number that `baton.engine.core.sampling` declares.
@@ -253,28 +153,24 @@ class Generation(Numbers):  # type: ignore[misc]
     response_format: Annotated[Any, neutral({"type": "text"})] = None
 
 
-class Chat(Generation):
+class Chat(Generation, Conversing):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
     max_completion_tokens: Integer = None
     logprobs: Boolean = None
     top_logprobs: Integer = None
-    parallel_tool_calls: Whatever = None
-    tools: Annotated[Any, neutral([])] = None
-    tool_choice: Annotated[Any, neutral("none", "auto")] = None
+    parallel_tool_calls: Boolean = None
+    separate_reasoning: Boolean = None
+    max_thinking_tokens: Integer = None
     functions: Annotated[Any, neutral([])] = None
     function_call: Annotated[Any, neutral("none", "auto")] = None
     modalities: Annotated[Any, neutral(["text"])] = None
     audio: Annotated[Any, neutral()] = None
     prediction: Annotated[Any, neutral()] = None
-    reasoning_effort: Annotated[Any, neutral("none")] = None
     verbosity: Annotated[Any, neutral("medium")] = None
     web_search_options: Annotated[Any, neutral()] = None
-    add_generation_prompt: Annotated[Any, neutral(True)] = None
-    continue_final_message: Annotated[Any, neutral(False)] = None
     chat_template: Annotated[Any, neutral()] = None
-    chat_template_kwargs: Annotated[Any, neutral({})] = None
 
 
 class Completion(Generation):
@@ -289,7 +185,7 @@ class Completion(Generation):
     parse_special: Boolean = None
 
 
-class Tokenize(Body):
+class Tokenize(Conversing):
     """Body of POST /tokenize."""
 
     model: String = None
@@ -297,7 +193,6 @@ class Tokenize(Body):
     messages: Annotated[Messages | None, Rule("must be a list of messages")] = None
     add_special_tokens: Boolean = None
     parse_special: Boolean = None
-    add_generation_prompt: Annotated[Any, neutral(True)] = None
     return_token_strs: Annotated[Any, neutral(False)] = None
 
 
@@ -322,11 +217,17 @@ def chat(body: bytes, caller: Caller) -> Asked:
     if given.top_logprobs is not None and not given.logprobs:
         raise bad_value("top_logprobs", "needs logprobs to be true")
     logprobs = (given.top_logprobs or 0) if given.logprobs else None
-    messages, names = _conversation(given.messages)
+    messages, names = conversation(given.messages)
     ask = Ask(
         model=given.model or "",
         messages=messages,
         names=names,
+        setting=replace(
+            setting_of(given, given.messages),
+            parallel=given.parallel_tool_calls is not False,
+            splits_reasoning=given.separate_reasoning is not False,
+            max_thinking=given.max_thinking_tokens,
+        ),
         cache_salt=given.cache_salt or "",
         priority=given.priority or 0,
         sampling=_sampling(given, max_tokens=max_tokens, default_max_tokens=_CONTEXT, logprobs=logprobs),
@@ -342,7 +243,7 @@ def completion(body: bytes, caller: Caller) -> Asked:
     """Reads the body of POST /v1/completions. Raises HttpError."""
     given = read(body, Completion)
     if given.best_of not in (None, given.n or 1):
-        raise bad_value("best_of", "is not supported here (only the value of n is accepted)", _UNSUPPORTED)
+        raise bad_value("best_of", "is not supported here (only the value of n is accepted)", UNSUPPORTED)
     sampling = _sampling(given, default_max_tokens=COMPLETION_MAX_TOKENS, logprobs=given.logprobs)
     prompts: Any = [given.prompt] if isinstance(given.prompt, str) or isinstance(given.prompt[0], int) else given.prompt
     asks = [
@@ -369,13 +270,14 @@ def tokenize(body: bytes) -> tuple[Ask, Mapping[str, str]]:
     given = read(body, Tokenize)
     if (given.prompt is None) == (given.messages is None):
         raise bad_value("prompt", "exactly one of prompt and messages must be given")
-    messages, names = (None, ()) if given.messages is None else _conversation(given.messages)
+    messages, names = (None, ()) if given.messages is None else conversation(given.messages)
     called = {"text": "prompt", "chat": "messages", "chat.messages": "messages"}
     ask = Ask(
         model=given.model or "",
         text=given.prompt,
         messages=messages,
         names=names,
+        setting=PLAIN if given.messages is None else setting_of(given, given.messages),
         parse_special=given.parse_special,
         add_special_tokens=given.add_special_tokens,
     )
@@ -412,30 +314,21 @@ def _refusal(model: type[BaseModel], tree: Any, path: tuple[int | str, ...]) -> 
             value = value.get(step)
             if value is None:
                 return bad_value(where, "must be given", "missing_required_parameter")
-            if step not in _MODELS:
+            if step not in _MODELS and step != "function":
                 break
-            model = _MODELS[step]
+            model = _MODELS.get(step, CalledFunction if model is ToolCall else Function)
     must = rule.must if isinstance(rule.must, str) else rule.must(value)
     return bad_value(where, must, rule.code)
 
 
 # Fields that hold models; their errors are reported deeper.
-_MODELS: Mapping[str, type[Body]] = {"messages": Message, "content": Part, "stream_options": StreamOptions}
-
-
-def _conversation(given: list[Message]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """(role, content) of each message, and their names if any has one. The text parts of a content become its lines."""
-    messages = tuple(("system" if one.role == "developer" else one.role, _content(one, i)) for i, one in enumerate(given))
-    names = tuple(one.name or "" for one in given)
-    return messages, names if any(names) else ()
-
-
-def _content(message: Message, i: int) -> str:
-    """An assistant's turn may have none: some clients keep it so when the answer was empty. Raises HttpError."""
-    if message.content is None and message.role != "assistant":
-        raise bad_value(f"messages[{i}].content", "must be given", "missing_required_parameter")
-    content = message.content or ""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+_MODELS: Mapping[str, type[Body]] = {
+    "messages": Message,
+    "content": Part,
+    "stream_options": StreamOptions,
+    "tools": ToolDefinition,
+    "tool_calls": ToolCall,
+}
 
 
 def _sampling(given: Generation, **more: Any) -> AskSampling:

@@ -8,7 +8,7 @@ chunks counts tokens.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,10 +19,12 @@ from router.http.pieces import list_of, list_of_ids, members
 from router.request import Token
 from router.service import Accepted, Finished, Part, Piece
 from router.tokenizer import Tokenizer
+from router.tools.delta import Arguments, CallBegin, Delta, Reasoning
 
 MAX_WHOLE_BYTES = 64 << 20  # of an answer that is not streamed
 ID_BYTES = 8  # of a token's id in a list
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+REASONING = ("reasoning", "reasoning_content")  # the two names that clients read
 _Json = dict[str, Any]
 
 
@@ -40,6 +42,24 @@ class Choice:
     completion_tokens: int = 0
     cached_tokens: int = 0
     sampling: _Json = field(default_factory=dict)  # what is in force, if the answer is to name it
+    reasoning: list[str] = field(default_factory=list)  # kept like `texts`
+    calls: list[tuple[str, str, list[str]]] = field(default_factory=list)  # id, name, pieces of the arguments; likewise
+    reasoning_tokens: int = 0
+
+    def keep(self, deltas: Sequence[Delta]) -> int:
+        """Returns the characters kept."""
+        size = 0
+        for delta in deltas:
+            match delta:
+                case Reasoning(text):
+                    self.reasoning.append(text)
+                    size += len(text)
+                case CallBegin(_, name, id_):
+                    self.calls.append((id_, name, []))
+                case Arguments(index, text):
+                    self.calls[index][2].append(text)
+                    size += len(text)
+        return size
 
 
 class Shape(Protocol):
@@ -47,14 +67,14 @@ class Shape(Protocol):
     name: str
     chunk_name: str
 
-    def whole(self, text: str) -> _Json:
+    def whole(self, choice: Choice) -> _Json:
         """The text of a choice."""
 
     def begin(self) -> _Json | None:
         """The first chunk of a choice, before any text."""
 
-    def part(self, text: str) -> _Json:
-        """A piece of text in a chunk."""
+    def part(self, text: str, deltas: Sequence[Delta] = ()) -> _Json:
+        """A piece of text in a chunk. `deltas`: all that there is, if calls and thinking are told apart."""
 
     def last(self) -> _Json:
         """The chunk that says why the choice ended."""
@@ -66,17 +86,31 @@ class Shape(Protocol):
 class Chat:
     prefix, name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, reasoning: Sequence[str] = REASONING) -> None:
+        """`reasoning`: the names under which the thinking is told."""
         self._tokenizer = tokenizer
+        self._reasoning = reasoning
 
-    def whole(self, text: str) -> _Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def whole(self, choice: Choice) -> _Json:
+        text = "".join(choice.texts)
+        message: _Json = {"role": "assistant", "content": text, "refusal": None}
+        if choice.reasoning:
+            message |= dict.fromkeys(self._reasoning, "".join(choice.reasoning))
+        if choice.calls:
+            message["content"] = text or None
+            message["tool_calls"] = [_call(id_, name, "".join(pieces)) for id_, name, pieces in choice.calls]
+        return {"message": message}
 
     def begin(self) -> _Json | None:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def part(self, text: str) -> _Json:
-        return {"delta": {"content": text}}
+    def part(self, text: str, deltas: Sequence[Delta] = ()) -> _Json:
+        thought = "".join(delta.text for delta in deltas if isinstance(delta, Reasoning))
+        calls = _calls_in(deltas)
+        delta: _Json = {"content": text} if text or not (thought or calls) else {}
+        if thought:
+            delta |= dict.fromkeys(self._reasoning, thought)
+        return {"delta": delta | {"tool_calls": calls} if calls else delta}
 
     def last(self) -> _Json:
         return {"delta": {}}
@@ -103,13 +137,13 @@ class Completion:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def whole(self, text: str) -> _Json:
-        return {"text": text}
+    def whole(self, choice: Choice) -> _Json:
+        return {"text": "".join(choice.texts)}
 
     def begin(self) -> _Json | None:
         return None
 
-    def part(self, text: str) -> _Json:
+    def part(self, text: str, deltas: Sequence[Delta] = ()) -> _Json:
         return {"text": text}
 
     def last(self) -> _Json:
@@ -128,10 +162,35 @@ class Completion:
         }
 
 
+def _call(id_: str, name: str, arguments: str) -> _Json:
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _calls_in(deltas: Sequence[Delta]) -> list[_Json]:
+    """An entry for each call that `deltas` begin or go on with."""
+    entries: dict[int, _Json] = {}
+    for delta in deltas:
+        if isinstance(delta, CallBegin):
+            entries[delta.index] = {"index": delta.index, **_call(delta.id, delta.name, "")}
+        elif isinstance(delta, Arguments):
+            entry = entries.setdefault(delta.index, {"index": delta.index, "function": {"arguments": ""}})
+            entry["function"]["arguments"] += delta.text
+    return list(entries.values())
+
+
 class Writer:
-    def __init__(self, asked: Asked, tokenizer: Tokenizer, request_id: str, model: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        asked: Asked,
+        tokenizer: Tokenizer,
+        request_id: str,
+        model: str,
+        clock: Callable[[], float] = time.time,
+        reasoning: Sequence[str] = REASONING,
+    ) -> None:
+        """`reasoning`: the names under which the thinking is told."""
         self._asked = asked
-        self._shape: Shape = Chat(tokenizer) if asked.chat else Completion(tokenizer)
+        self._shape: Shape = Chat(tokenizer, reasoning) if asked.chat else Completion(tokenizer)
         self._logprobs = asked.asks[0].sampling.logprobs is not None
         # The client of a resumed stream has the first chunk.
         self._choices = [Choice(begun=bool(ask.resume and ask.output_so_far)) for ask in asked.asks]
@@ -146,11 +205,12 @@ class Writer:
         if isinstance(event, Piece):
             choice.texts.append(event.text)
             choice.ids.append(event.token.id)
-            self._size += len(event.text) + ID_BYTES
+            self._size += len(event.text) + ID_BYTES + choice.keep(event.deltas)
             if self._logprobs:
                 self._write_logprobs(choice, event.token)
         elif isinstance(event, Finished):
             choice.texts.append(event.text)
+            choice.keep(event.deltas)
         self._note(choice, event)
         if self._size > MAX_WHOLE_BYTES:
             raise bad_value("stream", f"must be true for an answer of more than {MAX_WHOLE_BYTES >> 20} MiB")
@@ -173,7 +233,7 @@ class Writer:
                 lists["token_ids"] = list_of_ids(choice.ids)
             if i:
                 yield b","
-            head = self._shape.whole("".join(choice.texts)) | {"index": i, "finish_reason": choice.finish} | choice.sampling
+            head = self._shape.whole(choice) | {"index": i, "finish_reason": choice.finish} | choice.sampling
             yield from members(head, **lists)
         yield b"]"
 
@@ -192,12 +252,14 @@ class Writer:
         if isinstance(event, Piece):
             logprobs = self._shape.logprobs([(event.token, choice.length)]) if self._logprobs else None
             self._note(choice, event)
-            yield self._chunk(index, self._shape.part(event.text) | self._ids([event.token.id]) | self._sampling(choice), logprobs)
+            yield self._chunk(
+                index, self._shape.part(event.text, event.deltas) | self._ids([event.token.id]) | self._sampling(choice), logprobs
+            )
             return
         self._note(choice, event)
         if isinstance(event, Finished):
-            if event.text:
-                yield self._chunk(index, self._shape.part(event.text))
+            if event.text or event.deltas:
+                yield self._chunk(index, self._shape.part(event.text, event.deltas))
             yield self._chunk(index, self._shape.last() | self._sampling(choice), finish=choice.finish)
 
     def end(self) -> Iterator[_Json]:
@@ -212,11 +274,14 @@ class Writer:
         prompt_tokens = sum(max(choice.prompt_tokens for choice in choices) for choices in prompts)
         completion_tokens = sum(choice.completion_tokens for choice in self._choices)
         cached = sum(min(choice.cached_tokens for choice in choices) for choices in prompts)
+        thought = sum(choice.reasoning_tokens for choice in self._choices)
+        details = {"completion_tokens_details": {"reasoning_tokens": thought}} if self._asked.chat else {}
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
+            **details,
         }
 
     def _note(self, choice: Choice, event: Part) -> None:
@@ -230,7 +295,8 @@ class Writer:
                 choice.completion_tokens += 1
                 choice.length += len(event.text)
             case Finished():
-                choice.finish = event.reason
+                choice.finish = "tool_calls" if event.calls and event.reason == "stop" else event.reason
+                choice.reasoning_tokens = event.reasoning_tokens
                 choice.cached_tokens = event.request.trace.cached_tokens
 
     def _sampling(self, choice: Choice) -> _Json:

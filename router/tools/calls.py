@@ -11,7 +11,7 @@ White space around calls belongs to nothing; every other character is reported o
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from router.tools.arguments import from_python, from_tags
@@ -29,9 +29,14 @@ MAX_CALLS = 128  # of one answer; more are text
 
 
 class CallReader:
-    def __init__(self, family: Family, tools: Mapping[str, Any], live: bool = False) -> None:
-        """`tools`: name → JSON Schema of the arguments. `live`: a grammar guarantees that what begins as a call is one."""
+    def __init__(
+        self, family: Family, tools: Mapping[str, Any], live: bool = False, id_of: Callable[[int], str] = lambda index: ""
+    ) -> None:
+        """`tools`: name → JSON Schema of the arguments. `live`: a grammar guarantees that what begins as a call is one. `id_of`: the id of
+        a call by its index."""
         self.count = 0  # calls that have begun
+        self.whole = 0  # of them, those that have been read to the end
+        self._id_of = id_of
         self._styles = family.styles
         self._tools = tools
         self._live = live
@@ -214,6 +219,7 @@ class CallReader:
         except CutOff:
             tell(self._source.text[self._given :])
             raise
+        self.whole = self.count
 
     def _named(self, style: Named) -> Reading[None]:
         source = self._source
@@ -352,10 +358,11 @@ class CallReader:
 
     def _begin(self, name: str) -> None:
         self._known(name)
-        self._out.append(CallBegin(self.count, name))
+        self._out.append(CallBegin(self.count, name, self._id_of(self.count)))
         self.count += 1
 
     def _call(self, name: str, arguments: str) -> None:
         self._begin(name)
         self._out.append(Arguments(self.count - 1, arguments))
+        self.whole = self.count
         self._given = self._source.at

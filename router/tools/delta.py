@@ -18,6 +18,7 @@ class Reasoning:
 class CallBegin:
     index: int  # among the calls of the answer, from 0
     name: str
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ Delta = Content | Reasoning | CallBegin | Arguments
 class Call:
     name: str
     arguments: str = ""
+    id: str = ""
 
 
 @dataclass(slots=True)
@@ -52,8 +54,8 @@ class Message:
                     self.content += text
                 case Reasoning(text):
                     self.reasoning += text
-                case CallBegin(_, name):
-                    self.calls.append(Call(name))
+                case CallBegin(_, name, id_):
+                    self.calls.append(Call(name, id=id_))
                 case Arguments(index, text):
                     self.calls[index].arguments += text
         return self

@@ -1,6 +1,6 @@
 """One answer, read from beginning to end: thinking, then content and calls."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ class Format:
     thinking: Thinking | None = None
     opened: bool = False  # the prompt ends inside the thinking
     live: bool = False  # a grammar rules the calls
+    parallel: bool = True  # else the answer ends with its first call
+    id_of: Callable[[int], str] = lambda index: ""
 
 
 class Reader:
@@ -26,7 +28,8 @@ class Reader:
         family, thinking = format.family, format.thinking
         ends = family.ends_thinking if family is not None and format.tools else ()
         self._thinking = ThinkingReader(thinking, format.opened, ends) if thinking is not None else None
-        self._calls = CallReader(family, format.tools, format.live) if family is not None and format.tools else None
+        self._calls = CallReader(family, format.tools, format.live, format.id_of) if family is not None and format.tools else None
+        self._parallel = format.parallel
         self._after_thinking = False  # where only white space has come since the thinking ended
 
     @property
@@ -37,6 +40,11 @@ class Reader:
     @property
     def calls(self) -> int:
         return self._calls.count if self._calls is not None else 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer ends here: it has the only call that it may have."""
+        return not self._parallel and self._calls is not None and self._calls.whole > 0
 
     def push(self, text: str) -> list[Delta]:
         thinking = self._thinking

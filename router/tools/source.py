@@ -70,10 +70,12 @@ class Source:
 
     def comes(self, word: str) -> Reading[bool]:
         """Whether the text goes on with `word`. Reads it only if so."""
-        here = yield from self.peek(len(word))
-        if here == word:
-            self.at += len(word)
-        return here == word
+        while (here := self.text[self.at : self.at + len(word)]) != word:
+            if self.ended or not word.startswith(here):
+                return False
+            yield
+        self.at += len(word)
+        return True
 
     def until(self, *words: str) -> Reading[tuple[str, str]]:
         """Reads up to the first place where one of `words` stands, and that word. Raises CutOff."""

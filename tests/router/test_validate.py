@@ -78,7 +78,7 @@ BAD: list[tuple[str, Callable[[], Ask]]] = [
     ("chat.messages", lambda: ask(messages=())),
     ("chat.messages", lambda: ask(messages=(("user", "a"),) * 10_000)),
     ("chat.messages", lambda: ask(messages=(("user", "a" * (1 << 19)), ("user", "é" * (1 << 19))))),
-    ("chat.messages[3].role", lambda: ask(messages=(("user", "a"),) * 3 + (("tool", "a"),))),
+    ("chat.messages[3].role", lambda: ask(messages=(("user", "a"),) * 3 + (("robot", "a"),))),
     ("chat.messages[0].role", lambda: ask(messages=(("", "a"),))),
     ("chat.messages[0].content", lambda: ask(messages=(("user", "\ud800"),))),
     # the other fields

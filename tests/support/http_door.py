@@ -23,6 +23,7 @@ from router.journal import Journal
 from router.request import FinishReason, Request, Token, Tokens
 from router.service import Draws, GenerateService, ModelText, Tenancy
 from router.tokenizer import Tokenizer
+from router.tools.forms import Forms
 from router.view import ClusterView
 
 CONTEXT = 4096  # tokens; of the worker in the view
@@ -93,6 +94,7 @@ class House:
     shared_prefixes: bool = False
     receipt_key: bytes = b"k" * 32  # routers of one cluster have the same
     metrics: Any = None
+    forms: Forms = field(default_factory=Forms)
 
     def __post_init__(self) -> None:
         self.view = view = ClusterView({MODEL: self.tokenizer.fingerprint})
@@ -103,7 +105,7 @@ class House:
         draw_id = lambda: f"req-{next(numbers)}"  # noqa: E731
         self.service = GenerateService(
             model=view.models[MODEL],
-            text=ModelText(self.tokenizer),
+            text=ModelText(self.tokenizer, forms=self.forms),
             dispatcher=self.script,  # type: ignore[arg-type]
             admission=self.admission,
             config=self.config,

@@ -262,7 +262,7 @@ async def test_before_the_first_worker_requests_are_refused(tokenizer: Tokenizer
         ({"stop_token_ids": [257]}, "stop_token_ids[0]", "invalid_value"),
         ({"cache_salt": "x" * 257}, "cache_salt", "invalid_value"),
         ({"model": "other"}, "model", "model_not_found"),
-        ({"tools": [{}]}, "tools", "unsupported_parameter"),
+        ({"tools": 1}, "tools", "invalid_value"),
         ({"colour": "red"}, "colour", "unknown_parameter"),
     ],
     ids=str,

@@ -10,17 +10,15 @@ from hypothesis import strategies as st
 
 from baton.engine.core.sampling import NUMBERS
 from router.http import json_body, openai_in
+from router.http.body import Body, Neutral, Rule
 from router.http.errors import HttpError
 from router.http.json_body import MAX_NODES, MAX_VALUES
 from router.http.openai_in import (
     MAX_CHOICES,
     Asked,
-    Body,
     Caller,
     Chat,
     Completion,
-    Neutral,
-    Rule,
     Tokenize,
     chat,
     completion,
@@ -153,7 +151,7 @@ def test_the_error_for_an_invalid_prompt_names_the_parameter(prompt: Any) -> Non
         ([{"role": 1, "content": "x"}], "messages[0].role", "invalid_value"),
         ([*HELLO, {"role": "user", "content": "x", "colour": "red"}], "messages[1].colour", "unknown_parameter"),
         ([{"role": "user", "content": "x", "name": 5}], "messages[0].name", "invalid_value"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls", "unsupported_parameter"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls[0].id", "missing_required_parameter"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]", "invalid_value"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type", "unsupported_parameter"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text", "missing_required_parameter"),
@@ -293,7 +291,7 @@ def test_a_parameter_that_cannot_change_the_answer_is_accepted(api: str, name: s
 def test_tools_and_formats_are_in_the_tables() -> None:
     """The tests above take their cases from the tables, so they would not notice a missing entry."""
     names = {(api, name) for api, name, _, _ in NEUTRAL}
-    assert names >= {("chat", name) for name in ("tools", "tool_choice", "functions", "response_format", "audio", "modalities")}
+    assert names >= {("chat", name) for name in ("functions", "function_call", "response_format", "audio", "modalities")}
     assert names >= {("completion", name) for name in ("echo", "suffix")}
     assert {name for _, name, _ in WITHOUT_EFFECT} >= {"user", "metadata", "store"}
 
@@ -386,7 +384,7 @@ def items(text: str, count: int) -> bytes:
 
 def test_a_body_with_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has few bytes, but parsing it would delay all other requests."""
-    monkeypatch.setattr("router.http.openai_in.json.loads", lambda *arguments, **options: pytest.fail("parsed"))
+    monkeypatch.setattr("router.http.json_body.json.loads", lambda *arguments, **options: pytest.fail("parsed"))
     escaped = '"' + 100 * "\\\\" + '"'
     for body in (
         items("1", MAX_VALUES + 9),

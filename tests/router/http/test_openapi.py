@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from router.http.body import Neutral, Rule
 from router.http.errors import HttpError
-from router.http.openai_in import Caller, Chat, Completion, Neutral, Rule, chat, completion
+from router.http.openai_in import Caller, Chat, Completion, chat, completion
 from router.http.openapi import document
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "http.md"

@@ -1,0 +1,83 @@
+"""How a served model writes calls and thinking: what its chat template says, or the configuration."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from hashlib import blake2b
+
+from baton.cluster.errors import invalid
+from router.conversation import Setting, named
+from router.tokenizer import Tokenizer
+from router.tools import families, thinking
+from router.tools.families import GENERIC, Family
+from router.tools.reading import Format
+from router.tools.thinking import Thinking, is_open
+
+TAIL = 8  # ids at the end of a prompt, among which the mark that opens the thinking is
+MISTRAL_ID = 9  # characters: its templates accept no other number
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    family: Family | None = GENERIC  # None: in a form that is not read here
+    thinking: Thinking | None = None
+    templated: bool = False  # the chat template tells the model of its tools
+    marks: Mapping[int, bytes] = field(default_factory=dict)  # control tokens of the two, with their spelling
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, tool_format: str = "auto", reasoning_format: str = "auto") -> "Forms":
+        template = tokenizer.template
+        family = families.family_of(template) if tool_format == "auto" else families.BY_NAME[tool_format]
+        thinks = thinking.thinking_of(template) if reasoning_format == "auto" else thinking.BY_NAME.get(reasoning_format)
+        spelled = "\n".join((*_literals(family), *((thinks.begin, thinks.end) if thinks else ())))
+        names = {id_: tokenizer.name(id_) for id_ in tokenizer.special_ids}
+        marks = {id_: name.encode() for id_, name in names.items() if len(name) > 2 and name in spelled}
+        return cls(family, thinks, families.writes_tools(template), marks)
+
+    def check(self, setting: Setting) -> None:
+        """Raises INVALID_FIELD for what this model, or this cluster, cannot do."""
+        if setting.max_thinking is not None:
+            raise invalid("max_thinking_tokens", "is not supported: thinking cannot be ended early here")
+        if not setting.offered:
+            return
+        if self.family is None:
+            raise invalid("tools", "this model's chat template writes calls in a form that is not read here; see model.tool_format")
+        if grammar_of(self.family, setting) is None:
+            demand = setting.choice.partition(":")[0]
+            if demand in ("required", "named"):
+                raise invalid("tool_choice", "only auto and none are supported: the output of this cluster cannot be constrained")
+            strict = next((i for i, tool in enumerate(setting.tools) if tool.strict), None)
+            if strict is not None:
+                raise invalid(f"tools[{strict}].function.strict", "must be false: the output of this cluster cannot be constrained")
+
+    def format(self, setting: Setting, prompt_end: str, id_of: Callable[[int], str]) -> Format | None:
+        """What is told apart in an answer; None: nothing. `prompt_end`: text of the last TAIL ids of the prompt."""
+        thinks = self.thinking if setting.splits_reasoning else None
+        if not setting.offered and thinks is None:
+            return None
+        one = named(setting)
+        tools = {tool.name: tool.parameters or {} for tool in setting.offered if one in (None, tool.name)}
+        opened = thinks is not None and is_open(thinks, prompt_end)
+        live = bool(tools) and self.family is not None and grammar_of(self.family, setting) is not None
+        return Format(self.family, tools, thinks, opened, live, setting.parallel, id_of)
+
+    def call_id(self, request_id: str, prompt: bytes) -> Callable[[int], str]:
+        """The ids of an answer's calls: the same in a continued stream, others in any other answer. `prompt`: its digest."""
+
+        def id_of(index: int) -> str:
+            digest = blake2b(f"{request_id}/{index}".encode(), digest_size=12, key=prompt).hexdigest()
+            short = self.family is not None and self.family.name.startswith("mistral")
+            return digest[:MISTRAL_ID] if short else f"call_{digest}"
+
+        return id_of
+
+
+def _literals(family: Family | None) -> Iterator[str]:
+    for style in family.styles if family is not None else ():
+        for part in fields(style):
+            value = getattr(style, part.name)
+            yield from (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()
+
+
+def grammar_of(family: Family, setting: Setting) -> str | None:
+    """The grammar that constrains an answer to calls of its tools; None: this cluster constrains nothing."""
+    return None
