@@ -76,14 +76,14 @@ def from_tags(given: Sequence[tuple[str, str, bool | None]], schema: Any) -> str
             value_of(text)
             written = text.strip()
         else:
-            written = json.dumps(text, ensure_ascii=False) if is_json is False else _typed(text, _property(schema, name))
+            written = json.dumps(text, ensure_ascii=False) if is_json is False else _typed(text, property_of(schema, name))
         told.append(f"{json.dumps(name, ensure_ascii=False)}: {written}")
     return "{" + ", ".join(told) + "}"
 
 
 def _typed(text: str, schema: Any) -> str:
     """The JSON of an argument that was written as text. One that fits none of the types that its schema allows stays text."""
-    kinds = _kinds(schema)
+    kinds = kinds_of(schema)
     as_text = json.dumps(text, ensure_ascii=False)
     if kinds == {"string"}:
         return as_text
@@ -104,7 +104,7 @@ def _fits(value: Any, kind: str) -> bool:
     return isinstance(value, _KINDS.get(kind, ()))
 
 
-def _property(schema: Any, name: str) -> Any:
+def property_of(schema: Any, name: str) -> Any:
     """The schema of an argument. References are followed within `schema`."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     found = properties.get(name) if isinstance(properties, Mapping) else None
@@ -122,7 +122,7 @@ def _followed(found: Any, root: Any) -> Any:
     return found
 
 
-def _kinds(schema: Any, depth: int = 0) -> set[str]:
+def kinds_of(schema: Any, depth: int = 0) -> set[str]:
     """The names of the types that a schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return set()
@@ -138,5 +138,5 @@ def _kinds(schema: Any, depth: int = 0) -> set[str]:
     for name in ("anyOf", "oneOf", "allOf"):
         options = schema.get(name)
         for option in options if isinstance(options, list) else ():
-            found |= _kinds(option, depth + 1)
+            found |= kinds_of(option, depth + 1)
     return found

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -32,6 +33,7 @@ TIME: dict[str, Any] = {"type": "function", "function": {"name": "time"}}
 ARGUMENTS = {"x": 12345678901234567890, "note": 'é🌸 "quoted" \\ }'}
 CALL = f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': ARGUMENTS}, ensure_ascii=False)}\n</tool_call>"
 TWO = f'I add.\n{CALL}\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>'
+PAGE = Path(__file__).parents[3] / "docs" / "tools.md"
 HERMES = Forms(BY_NAME["hermes"])
 ASK = HELLO | {"tools": [ADD, TIME], "seed": 1}
 
@@ -166,6 +168,15 @@ async def test_thinking_is_told_apart_unless_the_client_does_not_want_it(tokeniz
     assert answer["choices"][0]["message"]["content"] == "<think>hm</think>So"
     one = House(tokenizer, Script(ids=b"<think>hm</think>So"), RouterConfig(reasoning_field="reasoning"), forms=forms)
     assert set((await one.post(CHAT)).json["choices"][0]["message"]) == {"role", "content", "refusal", "reasoning"}
+
+
+async def test_the_example_of_the_page_runs(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    code = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    made = house(tokenizer, CALL)
+    async with client(made) as sdk:
+        await asyncio.to_thread(exec, code.replace("http://127.0.0.1:8000/v1", str(sdk.base_url)).replace('"tale"', '"toy"'), {})
+    id_, name, arguments = capsys.readouterr().out.strip().split(" ", 2)
+    assert id_.startswith("call_") and name == "add" and json.loads(arguments) == ARGUMENTS
 
 
 RESULT = {"role": "tool", "tool_call_id": "c", "content": "1"}
