@@ -1,7 +1,7 @@
 """What a request gets back: tokens, a result, or an error. Protobuf becomes plain objects here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import grpc
@@ -11,7 +11,7 @@ from grpc_status import rpc_status
 
 from baton.v1 import generation_pb2 as pb
 
-_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length", pb.FINISH_REASON_TOOL_CALLS: "tool_calls"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,14 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str  # a JSON object
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,8 @@ class Result:
     workers: dict[str, Any]
     handoff: dict[str, Any]
     resumes: int = 0
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class GenerateError(Exception):
@@ -79,6 +89,8 @@ class Assembly:
     token_ids: list[int] = field(default_factory=list)
     accepted: pb.Accepted = field(default_factory=pb.Accepted)
     held_back: str = ""
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     result: Result | None = None
 
     def take(self, response: pb.GenerateResponse, resumes: int) -> list[Token]:
@@ -93,11 +105,24 @@ class Assembly:
                     raise GenerateError("DATA_LOSS", "", message, (), None, {})
                 self.texts += [token.text for token in tokens]
                 self.token_ids += [token.id for token in tokens]
+                for token in response.tokens.tokens:
+                    self._note(token)
                 return tokens
             case "finished":
                 self.held_back = response.finished.text
+                self._note(response.finished)
                 self.result = self._finish(response.finished, resumes)
         return []
+
+    def _note(self, told: pb.Token | pb.Finished) -> None:
+        """What is no part of the text."""
+        self.thoughts.append(told.reasoning)
+        for part in told.tool_calls:
+            if part.name:
+                self.calls.append(ToolCall(part.id, part.name, ""))
+            if part.arguments:
+                call = self.calls[part.index]
+                self.calls[part.index] = replace(call, arguments=call.arguments + part.arguments)
 
     def to_continue(self, request: pb.GenerateRequest) -> pb.GenerateRequest:
         """What asks a router for the rest of the answer to `request`."""
@@ -118,11 +143,13 @@ class Assembly:
             token_ids=tuple(self.token_ids),
             finish_reason=_FINISH.get(finished.reason, "unknown"),
             stop=getattr(finished, stopped_by) if stopped_by else None,
-            usage=Usage(finished.usage.prompt_tokens, finished.usage.completion_tokens, finished.usage.cached_tokens),
+            usage=Usage(*(getattr(finished.usage, one.name) for one in fields(Usage))),
             stages_ms={f.name.removesuffix("_ms"): getattr(finished.stages, f.name) for f in finished.stages.DESCRIPTOR.fields},
             workers={f.name: getattr(finished.workers, f.name) for f in finished.workers.DESCRIPTOR.fields},
             handoff={f.name: getattr(finished.handoff, f.name) for f in finished.handoff.DESCRIPTOR.fields},
             resumes=resumes,
+            reasoning="".join(self.thoughts),
+            tool_calls=tuple(self.calls),
         )
 
 

@@ -365,7 +365,7 @@ class AsyncClient:
 def build_request(
     prompt: str | None = None,
     *,
-    messages: Sequence[Mapping[str, str]] | None = None,
+    messages: Sequence[Mapping[str, Any]] | None = None,
     token_ids: Sequence[int] | None = None,
     model: str = "",
     request_id: str = "",
@@ -373,25 +373,27 @@ def build_request(
     priority: int = 0,
     **sampling: Any,
 ) -> pb.GenerateRequest:
-    """Takes one of `prompt`, `messages` ({"role", "content"}, and "name" if there is one) and `token_ids`. `sampling` takes the fields of
-    baton.v1.SamplingParams, and `parse_special` and `add_special_tokens` of GenerateRequest.
+    """Takes one of `prompt`, `messages` (the fields of ChatMessage: "role", "content", …) and `token_ids`. `sampling` takes the fields of
+    baton.v1.SamplingParams, `parse_special` and `add_special_tokens` of GenerateRequest, and for messages those of Chat, such as `tools`.
 
     Raises TypeError for any other keyword, or unless exactly one prompt is given.
     """
     if sum(given is not None for given in (prompt, messages, token_ids)) != 1:
         raise TypeError("give exactly one of prompt, messages and token_ids")
-    unknown = set(sampling) - set(pb.SamplingParams.DESCRIPTOR.fields_by_name) - {"parse_special", "add_special_tokens"}
+    of_chat = set(pb.Chat.DESCRIPTOR.fields_by_name) - {"messages"} if messages is not None else set()
+    unknown = set(sampling) - set(pb.SamplingParams.DESCRIPTOR.fields_by_name) - {"parse_special", "add_special_tokens"} - of_chat
     if unknown:
         raise TypeError(f"unknown sampling parameters: {', '.join(sorted(unknown))}")
     given = {name: value for name, value in sampling.items() if value is not None}
     how = {name: given.pop(name) for name in ("parse_special", "add_special_tokens") if name in given}
+    chat = {name: given.pop(name) for name in of_chat if name in given}
     request = pb.GenerateRequest(
         model=model, request_id=request_id, cache_salt=cache_salt, priority=priority, sampling=pb.SamplingParams(**given), **how
     )
     if prompt is not None:
         request.text = prompt
     elif messages is not None:
-        request.chat.messages.extend(pb.ChatMessage(**message) for message in messages)
+        request.chat.CopyFrom(pb.Chat(messages=[pb.ChatMessage(**message) for message in messages], **chat))
         request.chat.SetInParent()
     else:
         request.token_ids.ids.extend(token_ids or ())

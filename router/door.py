@@ -1,16 +1,19 @@
 """The gRPC service `baton.v1.Generation`. It only translates; Protobuf stops here."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from itertools import islice
 
+from baton.cluster.errors import invalid
 from baton.cluster.keys import ApiKeys
 from baton.cluster.rpc import Answering, Context, all_metadata_of, metadata_of
 from baton.engine.core.sampling import FIELDS
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
+from router.conversation import MAX_TOOLS, MAX_TOOLS_BYTES, PLAIN, Aside, Call, Setting, Tool, parsed
 from router.request import Trace
 from router.service import Accepted, Event, Finished, GenerateService, Piece, Pieces
+from router.tools.delta import Arguments, CallBegin, Delta, Reasoning
 from router.turn_budget import TurnBudget
 from router.validate import Ask, AskSampling, Limits
 
@@ -68,6 +71,7 @@ def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "",
         text=request.text if kind == "text" else None,
         messages=_messages(request.chat) if kind == "chat" else None,
         names=_names(request.chat) if kind == "chat" else (),
+        setting=_setting(request.chat) if kind == "chat" else PLAIN,
         token_ids=_ids(request.token_ids, context) if kind == "token_ids" else None,
         parse_special=request.parse_special if request.HasField("parse_special") else None,
         add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else None,
@@ -96,6 +100,43 @@ def _messages(chat: pb.Chat) -> tuple[tuple[str, str], ...]:
 def _names(chat: pb.Chat) -> tuple[str, ...]:
     names = tuple(message.name for message in chat.messages[: _LIMITS.max_messages + 1])
     return names if any(names) else ()
+
+
+def _setting(chat: pb.Chat) -> Setting:
+    """Raises INVALID_FIELD for a tool's parameters that are not JSON."""
+    asides = tuple(
+        Aside(tuple(Call(call.id, call.name, call.arguments) for call in message.tool_calls), message.tool_call_id, message.reasoning)
+        for message in chat.messages[: _LIMITS.max_messages + 1]
+    )
+    setting = Setting(
+        asides=asides if any(aside != Aside() for aside in asides) else (),
+        tools=tuple(_tool(tool, i) for i, tool in enumerate(chat.tools[: MAX_TOOLS + 1])),
+        choice=chat.tool_choice or "auto",
+        parallel=chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True,
+        effort=chat.reasoning_effort or None,
+        splits_reasoning=chat.separate_reasoning,
+    )
+    return PLAIN if setting == PLAIN else setting
+
+
+def _tool(tool: pb.Tool, i: int) -> Tool:
+    if not tool.parameters:
+        return Tool(tool.name, tool.description)
+    if len(tool.parameters) > MAX_TOOLS_BYTES or (parameters := parsed(tool.parameters)) is None:
+        raise invalid(f"tools[{i}].parameters", f"must be a JSON Schema, as text of at most {MAX_TOOLS_BYTES} bytes")
+    return Tool(tool.name, tool.description, parameters)
+
+
+def _calls(deltas: Sequence[Delta]) -> Iterator[pb.ToolCallDelta]:
+    for delta in deltas:
+        if isinstance(delta, CallBegin):
+            yield pb.ToolCallDelta(index=delta.index, id=delta.id, name=delta.name)
+        elif isinstance(delta, Arguments):
+            yield pb.ToolCallDelta(index=delta.index, arguments=delta.text)
+
+
+def _thought(deltas: Sequence[Delta]) -> str:
+    return "".join(delta.text for delta in deltas if isinstance(delta, Reasoning))
 
 
 _REPEATED = {"logit_bias", "stop_token_ids", "stop"}
@@ -138,16 +179,27 @@ def to_response(event: Event) -> pb.GenerateResponse:
 def _to_token(piece: Piece) -> pb.Token:
     token = piece.token
     top = [pb.TopLogprob(id=id_, logprob=logprob) for id_, logprob in token.top]
-    return pb.Token(index=piece.index, id=token.id, text=piece.text, logprob=token.logprob, top=top)
+    told = pb.Token(index=piece.index, id=token.id, text=piece.text, logprob=token.logprob, top=top)
+    if piece.deltas:
+        told.reasoning = _thought(piece.deltas)
+        told.tool_calls.extend(_calls(piece.deltas))
+    return told
 
 
 def _to_finished(event: Finished) -> pb.Finished:
     request, trace = event.request, event.request.trace
     message = pb.Finished(
         request_id=request.id,
-        reason=_REASON[event.reason],
+        reason=pb.FINISH_REASON_TOOL_CALLS if event.calls and event.reason == "stop" else _REASON[event.reason],
         text=event.text,
-        usage=pb.Usage(prompt_tokens=request.prompt_len, completion_tokens=request.output_len, cached_tokens=trace.cached_tokens),
+        reasoning=_thought(event.deltas),
+        tool_calls=_calls(event.deltas),
+        usage=pb.Usage(
+            prompt_tokens=request.prompt_len,
+            completion_tokens=request.output_len,
+            cached_tokens=trace.cached_tokens,
+            reasoning_tokens=event.reasoning_tokens,
+        ),
         stages=_to_stages(trace),
         workers=pb.Workers(prefill=trace.prefill_worker, decode=trace.decode_worker, retries=trace.retries),
         handoff=pb.Handoff(**{fact.name: getattr(trace.handoff, fact.name) for fact in pb.Handoff.DESCRIPTOR.fields}),

@@ -6,7 +6,7 @@ how much that was. A turn that fails or is interrupted leaves the conversation u
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 from baton.cli import view
+from baton.cli.chat_tools import Toolbox
 from baton.cli.interrupt import interruptible
-from baton.client import Client, GenerateError, Result
+from baton.client import Client, GenerateError, Result, Stream
 
 COMMANDS = {
     "/new": "forget the conversation",
@@ -24,6 +25,7 @@ COMMANDS = {
     "/quit": "quit (or Ctrl-D)",
 }
 PROMPT = "\nyou   "
+MAX_ROUNDS = 8  # of calls, before the model must answer
 
 
 @dataclass(slots=True)
@@ -33,23 +35,42 @@ class Conversation:
     client: Client
     system: str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)  # and timeout_s
-    turns: list[dict[str, str]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
     last: Result | None = None
     first_token_s: float = 0.0
+    tools: Toolbox | None = None
+    told: Callable[[str], None] = lambda call: None  # of each call and its result
 
     def ask(self, text: str) -> Iterator[str]:
-        """Yields pieces of the answer. Raises GenerateError, KeyboardInterrupt, and ValueError for text that no message can hold."""
-        begin = [{"role": "system", "content": self.system}] if self.system else []
-        question = {"role": "user", "content": text}
+        """Yields pieces of the answer. The calls that the model makes are run, until it makes no more. Raises GenerateError,
+        KeyboardInterrupt, and ValueError for text that no message can hold."""
+        new: list[dict[str, Any]] = [{"role": "user", "content": text}]
         asked = time.monotonic()
         first = None
-        with self.client.generate(messages=[*begin, *self.turns, question], **self.sampling) as stream, interruptible(stream):
-            for piece in stream.texts():
-                first = first or time.monotonic()
-                yield piece
-            result = stream.result
+        for left in range(MAX_ROUNDS, -1, -1):
+            with self._generate(new, may_call=left > 0) as stream, interruptible(stream):
+                for piece in stream.texts():
+                    first = first or time.monotonic()
+                    yield piece
+                result = stream.result
+            new.append({"role": "assistant", "content": result.text})
+            if self.tools is None or not result.tool_calls:
+                break
+            calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in result.tool_calls]
+            new[-1]["tool_calls"] = calls
+            for call in calls:
+                outcome = self.tools.run(call["name"], call["arguments"])
+                self.told(f"{call['name']}({call['arguments']}) → {outcome}")
+                new.append({"role": "tool", "tool_call_id": call["id"], "content": outcome})
         self.last, self.first_token_s = result, (first or time.monotonic()) - asked
-        self.turns += [question, {"role": "assistant", "content": result.text}]
+        self.turns += new
+
+    def _generate(self, new: list[dict[str, Any]], may_call: bool) -> Stream:
+        begin = [{"role": "system", "content": self.system}] if self.system else []
+        tools: dict[str, Any] = {}
+        if self.tools is not None:
+            tools = {"tools": self.tools.definitions, "tool_choice": "auto" if may_call else "none"}
+        return self.client.generate(messages=[*begin, *self.turns, *new], **tools, **self.sampling)
 
     def forget(self) -> None:
         self.turns.clear()

@@ -195,9 +195,12 @@ def generate(one: OnePrompt, answering: Answering, sampling: object, place: Plac
 def chat(opening: Opening, answering: Answering, sampling: object, place: Place, identity: Identity) -> None:
     """Talk to the model, turn by turn. Each line piped in is a turn."""
     from baton.cli.chat import Conversation, talk
+    from baton.cli.chat_tools import Toolbox
 
     with _failing(), find("grpc", place, identity).client() as client:
-        talk(Conversation(client, opening.system, _options(answering, sampling)), out, err)
+        tools = Toolbox.read(opening.facts) if opening.tools or opening.facts else None
+        told = lambda call: err.print(f"[dim]{escape(call)}[/]", soft_wrap=True)  # noqa: E731
+        talk(Conversation(client, opening.system, _options(answering, sampling), tools=tools, told=told), out, err)
 
 
 @app.command()

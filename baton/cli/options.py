@@ -73,6 +73,10 @@ class Opening:
     """Options of `chat` only."""
 
     system: Annotated[str | None, typer.Option(help="System message.")] = None
+    tools: Annotated[bool, typer.Option("--tools", help="Let the model call a calculator and the clock of this machine.")] = False
+    facts: Annotated[
+        Path | None, typer.Option(help="JSON object of names and facts, which the model may look up; implies --tools.", dir_okay=False)
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

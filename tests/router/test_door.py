@@ -17,8 +17,12 @@ from baton.cluster.keys import ApiKeys
 from baton.cluster.rpc import Server, to_error
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
-from router.door import GenerationDoor, to_ask
+from router.conversation import PLAIN, Aside, Call, Tool
+from router.door import GenerationDoor, to_ask, to_response
+from router.request import Token
+from router.service import Piece, Pieces
 from router.tokenizer import Tokenizer
+from router.tools.delta import Arguments, CallBegin, Reasoning
 from router.validate import Context, Limits, check
 
 ASK = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(logprobs=20))
@@ -152,3 +156,42 @@ async def test_short_questions_need_the_key_that_generate_needs(tokenizer: Token
                 await method(request, timeout=20)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
             await method(request, timeout=20, metadata=(("authorization", "Bearer secret"),))
+
+
+def test_a_chat_brings_tools_calls_and_results() -> None:
+    call = pb.ToolCall(id="c", name="add", arguments='{"x": 1}')
+    request = pb.GenerateRequest(
+        chat=pb.Chat(
+            messages=[
+                pb.ChatMessage(role="user", content="a"),
+                pb.ChatMessage(role="assistant", tool_calls=[call], reasoning="hm"),
+                pb.ChatMessage(role="tool", tool_call_id="c", content="2"),
+            ],
+            tools=[pb.Tool(name="add", description="Adds.", parameters='{"type": "object"}'), pb.Tool(name="time")],
+            tool_choice="none",
+            parallel_tool_calls=False,
+            reasoning_effort="low",
+            separate_reasoning=True,
+        )
+    )
+    setting = to_ask(request).setting
+    assert setting.tools == (Tool("add", "Adds.", {"type": "object"}), Tool("time"))
+    assert setting.asides == (Aside(), Aside((Call("c", "add", '{"x": 1}'),), reasoning="hm"), Aside(call_id="c"))
+    assert (setting.choice, setting.parallel, setting.effort, setting.splits_reasoning) == ("none", False, "low", True)
+    request.chat.tools[1].parameters = "[]"
+    with pytest.raises(BatonError) as caught:
+        to_ask(request)
+    assert caught.value.violations[0].field == "tools[1].parameters"
+
+
+def test_yesterdays_clients_ask_and_read_as_before() -> None:
+    """A chat without the new fields is a plain one, and an answer to it has no field that they do not know."""
+    assert to_ask(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="a")]))).setting is PLAIN
+    token = to_response(Pieces((Piece(0, Token(7), "a"),))).tokens.tokens[0]
+    assert {field.name for field, _ in token.ListFields()} == {"id", "text"}
+    calls = (Reasoning("hm"), CallBegin(0, "add", "c"), Arguments(0, "{}"))
+    token = to_response(Pieces((Piece(0, Token(7), "a", calls),))).tokens.tokens[0]
+    assert token.reasoning == "hm" and [(part.id, part.name, part.arguments) for part in token.tool_calls] == [
+        ("c", "add", ""),
+        ("", "", "{}"),
+    ]
