@@ -58,6 +58,8 @@ class Result:
     resumes: int = 0
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    incomplete: bool = False  # the answer ended before the form that was asked for was complete
+    relaxed: tuple[str, ...] = ()  # what of that form is not enforced, because it is not strict
 
 
 class GenerateError(Exception):
@@ -150,6 +152,8 @@ class Assembly:
             resumes=resumes,
             reasoning="".join(self.thoughts),
             tool_calls=tuple(self.calls),
+            incomplete=finished.incomplete,
+            relaxed=tuple(self.accepted.relaxed),
         )
 
 

@@ -15,6 +15,7 @@ missing, none is repeated, and all are those of an undisturbed stream.
 import asyncio
 import contextlib
 import itertools
+import json
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -375,11 +376,14 @@ def build_request(
 ) -> pb.GenerateRequest:
     """Takes one of `prompt`, `messages` (the fields of ChatMessage: "role", "content", …) and `token_ids`. `sampling` takes the fields of
     baton.v1.SamplingParams, `parse_special` and `add_special_tokens` of GenerateRequest, and for messages those of Chat, such as `tools`.
+    The form of the answer is `structured`, a mapping with the fields of baton.v1.Structured, or one of `json_schema` (an object, or its
+    text), `regex` and `choice` (strings).
 
-    Raises TypeError for any other keyword, or unless exactly one prompt is given.
+    Raises TypeError for any other keyword, unless exactly one prompt is given, or if several forms are.
     """
     if sum(given is not None for given in (prompt, messages, token_ids)) != 1:
         raise TypeError("give exactly one of prompt, messages and token_ids")
+    sampling = _with_form(sampling)
     of_chat = set(pb.Chat.DESCRIPTOR.fields_by_name) - {"messages"} if messages is not None else set()
     unknown = set(sampling) - set(pb.SamplingParams.DESCRIPTOR.fields_by_name) - {"parse_special", "add_special_tokens"} - of_chat
     if unknown:
@@ -399,6 +403,18 @@ def build_request(
         request.token_ids.ids.extend(token_ids or ())
         request.token_ids.SetInParent()
     return request
+
+
+def _with_form(sampling: dict[str, Any]) -> dict[str, Any]:
+    """`json_schema`, `regex` and `choice` as `structured`."""
+    given = {name: sampling[name] for name in ("json_schema", "regex", "choice") if sampling.get(name) is not None}
+    if len(given) + (sampling.get("structured") is not None) > 1:
+        raise TypeError("give one of structured, json_schema, regex and choice")
+    rest = {name: value for name, value in sampling.items() if name not in ("json_schema", "regex", "choice")}
+    for kind, value in given.items():
+        text = value if isinstance(value, str) else json.dumps(value if kind == "json_schema" else list(value))
+        rest["structured"] = {"kind": kind, "text": text}
+    return rest
 
 
 def _cancelled() -> GenerateError:

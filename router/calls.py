@@ -24,6 +24,7 @@ Message = worker_pb2.DecodeEvent | BatonError  # of a decode call; its tokens wa
 
 def to_job(request: Request, span: Span = NO_SPAN) -> worker_pb2.Job:
     told = {name: getattr(request.params, name) for name in FIELDS}
+    told["structured"] = request.params.structured and request.params.structured.told()
     told["stop_token_ids"] = sorted(request.params.stop_token_ids)  # the same bytes for the same request
     sampling = generation_pb2.SamplingParams(**told)
     return worker_pb2.Job(

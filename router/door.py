@@ -7,6 +7,7 @@ from itertools import islice
 from baton.cluster.errors import invalid
 from baton.cluster.keys import ApiKeys
 from baton.cluster.rpc import Answering, Context, all_metadata_of, metadata_of
+from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import FIELDS
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
@@ -139,7 +140,7 @@ def _thought(deltas: Sequence[Delta]) -> str:
     return "".join(delta.text for delta in deltas if isinstance(delta, Reasoning))
 
 
-_REPEATED = {"logit_bias", "stop_token_ids", "stop"}
+_REPEATED = {"logit_bias", "stop_token_ids", "stop", "structured"}  # and what is a message
 _OPTIONAL = [name for name in pb.SamplingParams.DESCRIPTOR.fields_by_name if name not in _REPEATED]
 
 
@@ -149,12 +150,18 @@ def _to_sampling(sampling: pb.SamplingParams) -> AskSampling:
         logit_bias=dict(islice(sampling.logit_bias.items(), _LIMITS.max_logit_bias + 1)),
         stop_token_ids=tuple(sampling.stop_token_ids[: _LIMITS.max_stop_token_ids + 1]),
         stop=tuple(sampling.stop[: _LIMITS.max_stop + 1]),
+        structured=_to_grammar(sampling.structured) if sampling.HasField("structured") else None,
         **given,
     )
 
 
+def _to_grammar(given: pb.Structured) -> Grammar:
+    return Grammar(given.kind, given.text, given.strict if given.HasField("strict") else True)
+
+
 def _from_sampling(event: Accepted) -> pb.SamplingParams:
     told = {name: getattr(event.params, name) for name in FIELDS}
+    told["structured"] = event.params.structured and event.params.structured.told()
     told["stop_token_ids"] = sorted(event.params.stop_token_ids)
     return pb.SamplingParams(stop=event.stops, **told)
 
@@ -168,6 +175,7 @@ def to_response(event: Event) -> pb.GenerateResponse:
                 prompt_tokens=event.prompt_tokens,
                 sampling=_from_sampling(event),
                 resume=event.receipt,
+                relaxed=event.relaxed,
             )
             return pb.GenerateResponse(accepted=accepted)
         case Pieces():
@@ -190,6 +198,7 @@ def _to_finished(event: Finished) -> pb.Finished:
     request, trace = event.request, event.request.trace
     message = pb.Finished(
         request_id=request.id,
+        incomplete=event.incomplete,
         reason=pb.FINISH_REASON_TOOL_CALLS if event.calls and event.reason == "stop" else _REASON[event.reason],
         text=event.text,
         reasoning=_thought(event.deltas),

@@ -13,16 +13,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from time import time
 from typing import Any, TypeVar
 
 from baton.clock import loop_time
 from baton.cluster import semconv
 from baton.cluster.config_router import RouterConfig
-from baton.cluster.errors import BatonError, Reason
+from baton.cluster.errors import BatonError, Reason, invalid
 from baton.engine.core.block_key import extend_keys, root_key
+from baton.engine.core.grammar import GrammarRefused, GrammarsBusy
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.facts.model_facts import Recommended
+from baton.engine.grammars.store import GrammarStore
 from router.admission import Admission
 from router.conversation import PLAIN, Setting, with_effort
 from router.dispatch import Dispatcher
@@ -38,7 +41,7 @@ from router.tools import generic
 from router.tools.delta import Delta
 from router.tools.forms import TAIL, Forms
 from router.tools.reading import Reader
-from router.transcript import Transcript
+from router.transcript import Said, Transcript
 from router.validate import Ask, Context, Limits, check, recommend, resolve
 
 
@@ -55,6 +58,7 @@ class Accepted:
     receipt: bytes = b""
     output_tokens: int = 0
     shown: int = 0
+    relaxed: tuple[str, ...] = ()  # what of the form is not enforced, because the request is not strict
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class Finished:
     deltas: tuple[Delta, ...] = ()  # as in a Piece
     calls: int = 0
     reasoning_tokens: int = 0
+    incomplete: bool = False  # it ended before the form that was asked for was complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,7 @@ class ModelText:
     tokenizer: Tokenizer
     recommended: Recommended = field(default_factory=Recommended)  # for requests that do not say otherwise
     forms: Forms = field(default_factory=Forms)
+    path: Path | None = None  # of the model's folder; without one, no output can be held to a grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,7 @@ class _Plan:
     stops: tuple[str, ...]
     receipt: bytes
     paid: bool  # an earlier call was charged for the prompt and the output so far
+    relaxed: tuple[str, ...]
 
 
 LONG_PROMPT = 4096  # tokens; what is computed from every token of a longer prompt is computed off the event loop
@@ -153,6 +160,8 @@ class GenerateService:
         self._tokenizer = text.tokenizer
         self._recommended = text.recommended
         self._forms = text.forms
+        self._path = text.path
+        self._grammars: GrammarStore | None = None
         self._dispatcher = dispatcher
         self._gate = Gate(admission, model, config, journal.objectives)
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_inflight)
@@ -176,6 +185,8 @@ class GenerateService:
 
     def close(self) -> None:
         self._pool.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     async def generate(self, ask: Ask, timeout_s: float | None) -> AsyncGenerator[Event, None]:
         """Yields Accepted, then Pieces, then Finished. Raises BatonError. Closing the generator ends the request everywhere."""
@@ -236,7 +247,7 @@ class GenerateService:
             entry.request, entry.trace.step = request, ""
             async with self._charged(ask.tenant, plan), aclosing(self._run(request, text)) as events:
                 facts = (request.id, self.model_name, request.prompt_len, request.params)
-                yield Accepted(*facts, plan.stops, plan.receipt, request.resumed, text.shown)
+                yield Accepted(*facts, plan.stops, plan.receipt, request.resumed, text.shown, plan.relaxed)
                 async for event in events:
                     if isinstance(event, Finished):
                         entry.finish = event.reason
@@ -244,6 +255,7 @@ class GenerateService:
 
     async def _make_plan(self, ask: Ask, receipt: Receipt | None, deadline: float, trace: Trace) -> _Plan:
         served = self._served()
+        relaxed = await self._check_form(ask, served, deadline)
         prompt = await self._tokenize(ask, deadline)
         params, stops = resolve(ask, len(prompt), served.max_model_len, self._draws.seed())
         if stops:
@@ -268,7 +280,34 @@ class GenerateService:
             request.finish = await self._off_loop(True, deadline, text.replay, output, served.eos_token_ids)
         expires_at = time() + self._config.max_timeout_s + CLOCKS_DIFFER_S
         new = Receipt.of(id_, digest, served.model_fingerprint, ask.tenant, expires_at)
-        return _Plan(request, text, stops, ask.resume or new.sealed(self._receipt_key), receipt is not None)
+        return _Plan(request, text, stops, ask.resume or new.sealed(self._receipt_key), receipt is not None, relaxed)
+
+    async def _check_form(self, ask: Ask, served: Served, deadline: float) -> tuple[str, ...]:
+        """Compiles the grammar as a worker will, in a thread. Returns what of it is not enforced. Raises INVALID_FIELD with its path in the
+        schema, and SATURATED."""
+        form = ask.sampling.structured
+        if form is None:
+            return ()
+        if self._path is None:
+            raise invalid("sampling.structured", "the files of this model are not here")
+        if self._grammars is None:
+            self._grammars = GrammarStore(self._path, self._tokenizer.vocab_size, served.eos_token_ids)
+        try:
+            compiled = await self._grammars.compiled(form, deadline - loop_time())
+            if ask.output_so_far:
+                await self._grammars.ready(form, list(ask.output_so_far))
+        except GrammarRefused as error:
+            raise invalid("sampling.structured", str(error)) from None
+        except GrammarsBusy as error:
+            raise BatonError(Reason.SATURATED, str(error)) from None
+        return compiled.relaxed
+
+    def _finished(self, request: Request, reason: FinishReason, text: Transcript, rest: Said) -> Finished:
+        eos = self._model.served.eos_token_ids if self._model.served else frozenset()
+        complete = reason == "stop" and text.stop is None and request.tokens[-1] in eos
+        incomplete = request.params.structured is not None and not complete
+        calls = text.reader.calls if text.reader is not None else 0
+        return Finished(request, reason, rest.text, text.stop, rest.deltas, calls, text.reasoning_tokens, incomplete)
 
     def _transcript(
         self, ask: Ask, prompt: Sequence[int], params: SamplingParams, stops: Sequence[str], id_of: Callable[[int], str]
@@ -297,8 +336,7 @@ class GenerateService:
         reason = "stop" if text.ended else request.finish
         if reason is None:
             raise BatonError(Reason.INTERNAL, "the request ended without a reason")
-        calls = text.reader.calls if text.reader is not None else 0
-        yield Finished(request, reason, rest.text, text.stop, rest.deltas, calls, text.reasoning_tokens)
+        yield self._finished(request, reason, text, rest)
 
     async def _tokenize(self, ask: Ask, deadline: float) -> list[int]:
         if ask.token_ids is not None:

@@ -101,7 +101,7 @@ class Transcript:
     def _finish(self, last: int, eos: Collection[int]) -> FinishReason | None:
         """The engine's rule (`baton.engine.core.sequence`), and the stop strings, which only the router knows."""
         params = self._params
-        if self.ended:
+        if self.ended or (params.structured is not None and last in eos):
             return "stop"
         if self._may_end and (last in params.stop_token_ids or (last in eos and not params.ignore_eos)):
             return "stop"

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from baton.cluster.errors import BatonError, Reason, Violation, invalid
+from baton.engine.core.grammar import KINDS, Grammar
 from baton.engine.core.sampling import GREEDY_BELOW, LEAST_TOP_P, NUMBERS, Range, SamplingParams
 from baton.engine.facts.model_facts import Recommended
 from router import conversation
@@ -38,6 +39,7 @@ class Limits:
     max_salt: int = 256  # bytes
     max_name: int = 256  # bytes
     max_resume: int = 256  # bytes; a receipt has fewer
+    max_structured: int = 1 << 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class AskSampling(_Numbers):  # type: ignore[misc]
     default_max_tokens: int = DEFAULT_MAX_TOKENS  # the door's default if max_tokens is absent; cut to what still fits the context
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    structured: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,7 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple
         logprobs=asked.logprobs,
         stop_token_ids=frozenset(asked.stop_token_ids),
         ignore_eos=bool(asked.ignore_eos),
+        structured=asked.structured,
     )
     return params, asked.stop
 
@@ -246,6 +250,10 @@ def _sampling(asked: AskSampling, limits: Limits, vocab_size: int) -> Iterator[V
     if asked.seed is not None and not 0 <= asked.seed < 1 << 64:
         yield Violation("sampling.seed", "must fit into 64 bits")
     yield from _bias(asked.logit_bias, limits, vocab_size)
+    if asked.structured is not None:
+        if asked.structured.kind not in KINDS:
+            yield Violation("sampling.structured.kind", f"must be one of {', '.join(KINDS)}")
+        yield from _text("sampling.structured.text", asked.structured.text, limits.max_structured)
     if len(asked.stop_token_ids) > limits.max_stop_token_ids:
         yield Violation("sampling.stop_token_ids", f"must be at most {limits.max_stop_token_ids} ids")
     else:

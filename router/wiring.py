@@ -108,7 +108,8 @@ class RouterProcess:
         self._public = public
         self._health = public.health
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
-        recommends = self._recommended()
+        forms = Forms.of(tokenizer, config.model.tool_format, config.model.reasoning_format)
+        text = ModelText(tokenizer, self._recommended(), forms, Path(config.model.path))
         self._view = view = ClusterView({self._model_name: tokenizer.fingerprint})
         model = view.models[self._model_name]
         self._watch = watch = Watch(view, self._registry, self._workers, config.router.hang_s, outside_of(config))
@@ -119,7 +120,7 @@ class RouterProcess:
         gauges.tell(self._book, view, admission, watch, self._tracer, readers, dispatcher.conduct)
         self.service = GenerateService(
             model=model,
-            text=ModelText(tokenizer, recommends, Forms.of(tokenizer, config.model.tool_format, config.model.reasoning_format)),
+            text=text,
             dispatcher=dispatcher,
             admission=admission,
             config=config.router,

@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # The packages of this project. A file belongs to the longest name that matches.
 ROOMS = (
     "baton", "baton.access", "baton.cli", "baton.cluster", "baton.engine", "baton.engine.core", "baton.engine.cpu", "baton.engine.facts",
-    "baton.engine.gpu", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models", "baton.simulate",
-    "baton.worker",
+    "baton.engine.gpu", "baton.engine.grammars", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models",
+    "baton.simulate", "baton.worker",
     "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
 )  # fmt: skip
 WORKER = {"baton.clock", "baton.engine", "baton.cluster", "baton.moves", "baton.v1", "kvtransfer"}
@@ -40,6 +40,11 @@ ARROWS = {
     "baton.engine": {"baton.section"},  # and its own files: options, runner, choice, build, start
     "baton.engine.core": {"baton.moves"},
     "baton.engine.facts": {"baton.engine.core"},
+    "baton.engine.grammars": {
+        "baton.engine.core.grammar",
+        "baton.engine.core.masks",
+        "baton.engine.facts.tokenizer_files",
+    },  # the router loads it: no torch
     "baton.engine.model": {"baton.engine.core", "baton.engine.facts"},
     "baton.engine.cpu": {"baton.engine.core", "baton.engine.model"},
     "baton.engine.gpu": {"baton.engine.core", "baton.engine.model", "baton.engine.runner"},
@@ -86,7 +91,9 @@ ARROWS = {
         "baton.engine.facts.fields",
         "baton.engine.facts.fingerprint",
         "baton.engine.facts.model_facts",
+        "baton.engine.core.grammar",
         "baton.engine.core.sampling",
+        "baton.engine.grammars",
         "baton.engine.facts.tokenizer_files",
         "baton.clock",
         "baton.cluster",
@@ -102,6 +109,7 @@ HOMES = {
         "baton/models/",
     ),
     "numba": ("baton/engine/cpu/",),
+    "llguidance": ("baton/engine/grammars/library.py",),
     "llvmlite": tuple(
         f"baton/engine/cpu/{name}.py" for name in ("amx", "amx_int4", "amx_products", "dots", "features", "primitives", "softmax", "tile")
     ),
@@ -137,6 +145,8 @@ HOMES = {
 PURE = (
     "baton/engine/defaults.py",
     "baton/engine/core/arrivals.py", "baton/engine/core/scheduler.py", "baton/engine/core/blocks.py", "baton/engine/core/sequence.py",
+    "baton/engine/core/grammar.py", "baton/engine/core/masks.py",
+    "baton/engine/grammars/keywords.py", "baton/engine/grammars/repetition.py",
     "baton/stages.py", "kvtransfer/lease.py",
     "baton/engine/vllm/block_events.py", "baton/engine/vllm/desk.py", "baton/engine/vllm/ledger.py",
     "baton/attempts.py", "baton/launch/patience.py", "baton/launch/placing.py", "baton/launch/pods.py",

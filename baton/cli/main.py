@@ -173,7 +173,7 @@ def generate(one: OnePrompt, answering: Answering, sampling: object, place: Plac
     with _failing():
         asked = _options(answering, sampling) | {
             "min_tokens": one.min_tokens, "stop": one.stop or None, "ignore_eos": one.ignore_eos or None,
-            "parse_special": False if one.plain else None,
+            "parse_special": False if one.plain else None, **_form(one),
         }  # fmt: skip
         with (
             find("grpc", place, identity).client() as client,
@@ -345,6 +345,18 @@ def _version(asked: bool) -> None:
 def _options(answering: Answering, sampling: object) -> dict[str, Any]:
     """Keywords of `Client.generate`; `sampling` is an object of a class that `numbers` made."""
     return {**vars(sampling), "max_tokens": answering.max_tokens, "seed": answering.seed, "timeout_s": answering.timeout}
+
+
+def _form(one: OnePrompt) -> dict[str, Any]:
+    """Raises typer.BadParameter if several are given, or a file that is not text."""
+    try:
+        schema = one.json_schema and one.json_schema.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise typer.BadParameter(f"--json-schema: {error}") from None
+    given = {name: value for name, value in (("json_schema", schema), ("regex", one.regex), ("choice", one.choice)) if value}
+    if len(given) > 1:
+        raise typer.BadParameter("give one of --json-schema, --regex and --choice")
+    return given
 
 
 def _ask(client: Client, prompt: str, chat: bool, **options: Any) -> Stream:

@@ -64,6 +64,9 @@ class OnePrompt:
     min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens of the answer.")] = None
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given more than once.")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the model's end token.")] = False
+    json_schema: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="The answer is JSON for the schema in FILE.")] = None
+    regex: Annotated[str | None, typer.Option(help="The answer matches a regular expression.")] = None
+    choice: Annotated[list[str] | None, typer.Option(help="The answer is one of these; give each with its own flag.")] = None
     trace: Annotated[bool, typer.Option("--trace", help="Draw the stages of this request.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of streamed text.")] = False
 

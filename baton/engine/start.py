@@ -9,6 +9,7 @@ from baton.engine.build import Built, build, check
 from baton.engine.core.contract import Listener, ServingEngine
 from baton.engine.core.loop import EngineLoop
 from baton.engine.core.progress import Progress, Step, ignore, told_to
+from baton.engine.grammars.store import GrammarStore
 from baton.engine.options import Options
 
 T = TypeVar("T")
@@ -30,7 +31,9 @@ async def start_engine(options: Options, listener: Listener, progress: Progress 
             return build(options)
 
     built = await in_a_thread_that_ends(told)
-    loop = EngineLoop(built.engine, listener, built.tokenizer_fingerprint)
+    runner = built.engine.runner
+    grammars = GrammarStore(options.path, runner.vocab_size, runner.eos_token_ids)
+    loop = EngineLoop(built.engine, listener, built.tokenizer_fingerprint, grammars)
     loop.start()
     return loop
 

@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 from baton.clock import loop_time
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.core.block_key import root_key
+from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvLayout
 from baton.engine.core.sampling import FIELDS, Sampled, SamplingParams
 from baton.engine.core.sequence import Finish, Sequence
@@ -38,6 +39,8 @@ def to_params(sampling: generation_pb2.SamplingParams) -> SamplingParams:
     given["logit_bias"] = dict(sampling.logit_bias)
     given["logprobs"] = sampling.logprobs if sampling.HasField("logprobs") else None
     given["stop_token_ids"] = frozenset(sampling.stop_token_ids)
+    form = sampling.structured
+    given["structured"] = Grammar(form.kind, form.text, form.strict) if sampling.HasField("structured") else None
     return SamplingParams(**given)
 
 

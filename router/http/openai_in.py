@@ -25,6 +25,7 @@ from pydantic import ValidationError as Invalid
 from baton.engine.core.sampling import NUMBERS
 from router.backlog import Backlog
 from router.conversation import PLAIN
+from router.http import forms
 from router.http.body import UNSUPPORTED, Body, Boolean, Integer, Number, Rule, String, Whatever, neutral, sized
 from router.http.conversing import (
     CalledFunction,
@@ -117,7 +118,8 @@ class StreamOptions(Body):
 
 # A field for each number that `baton.engine.core.sampling` declares.
 _NUMBERS: dict[str, Any] = {name: (Integer if number.integer else Number, None) for name, number in NUMBERS.items()}
-Numbers: Any = create_model("Numbers", __base__=Body, **_NUMBERS)
+_FORMS: dict[str, Any] = {name: (Annotated[Any, Rule("must be a form")], None) for name in forms.NAMES}  # checked there
+Numbers: Any = create_model("Numbers", __base__=Body, **_NUMBERS, **_FORMS)
 
 
 class Generation(Numbers):  # type: ignore[misc]
@@ -149,8 +151,6 @@ class Generation(Numbers):  # type: ignore[misc]
     skip_special_tokens: Annotated[Any, neutral(True)] = None
     include_stop_str_in_output: Annotated[Any, neutral(False)] = None
     prompt_logprobs: Annotated[Any, neutral()] = None
-    structured_outputs: Annotated[Any, neutral()] = None
-    response_format: Annotated[Any, neutral({"type": "text"})] = None
 
 
 class Chat(Generation, Conversing):
@@ -204,7 +204,7 @@ class Detokenize(Body):
 
 
 B = TypeVar("B", bound=Body)
-SAMPLING = tuple(one.name for one in fields(AskSampling) if one.name not in ("logprobs", "default_max_tokens"))
+SAMPLING = tuple(one.name for one in fields(AskSampling) if one.name not in ("logprobs", "default_max_tokens", "structured"))
 
 
 def chat(body: bytes, caller: Caller) -> Asked:
@@ -340,7 +340,7 @@ def _sampling(given: Generation, **more: Any) -> AskSampling:
     stop = told.get("stop", ())
     told["stop"] = tuple(filter(None, [stop])) if isinstance(stop, str) else tuple(stop)  # "" asks for nothing, as at other servers
     told["stop_token_ids"] = tuple(told.get("stop_token_ids", ()))
-    return AskSampling(**told)
+    return AskSampling(**told, structured=forms.read(given))
 
 
 def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool, names: Mapping[str, str]) -> Asked:
@@ -368,7 +368,12 @@ def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool,
         token_ids=bool(given.return_token_ids),
         event_ids=bool(options.include_event_ids),
         sampling=bool(given.return_sampling),
-        names={**names, "output_so_far.ids": "output_so_far", "resume": "last-event-id"},
+        names={
+            **names,
+            **forms.called(given),
+            "output_so_far.ids": "output_so_far",
+            "resume": "last-event-id",
+        },
     )
 
 

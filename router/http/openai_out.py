@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from baton.engine.core.sampling import FIELDS
 from router.http.errors import bad_value, to_json
+from router.http.forms import written
 from router.http.openai_in import Asked
 from router.http.pieces import list_of, list_of_ids, members
 from router.request import Token
@@ -291,11 +292,15 @@ class Writer:
                 choice.completion_tokens, choice.length = event.output_tokens, event.shown
                 if self._asked.sampling:
                     choice.sampling = {"sampling": in_force(event)}
+                if event.relaxed:
+                    choice.sampling = choice.sampling | {"relaxed": list(event.relaxed)}
             case Piece():
                 choice.completion_tokens += 1
                 choice.length += len(event.text)
             case Finished():
-                choice.finish = "tool_calls" if event.calls and event.reason == "stop" else event.reason
+                called = event.calls and event.reason == "stop"
+                # Clients read "stop" as a complete document.
+                choice.finish = "tool_calls" if called else "length" if event.incomplete else event.reason
                 choice.reasoning_tokens = event.reasoning_tokens
                 choice.cached_tokens = event.request.trace.cached_tokens
 
@@ -317,6 +322,8 @@ class Writer:
 def in_force(event: Accepted) -> _Json:
     """Every parameter of a choice, with all defaults filled in. As in a request, except that `logprobs` is a number or null."""
     told = {name: getattr(event.params, name) for name in FIELDS}
+    form = told.pop("structured")
+    told |= {"structured_outputs": written(form)} if form is not None else {}
     told["logit_bias"] = {str(id_): bias for id_, bias in event.params.logit_bias.items()}
     told["stop_token_ids"] = sorted(event.params.stop_token_ids)
     return told | {"stop": list(event.stops)}

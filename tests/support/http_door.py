@@ -95,6 +95,7 @@ class House:
     receipt_key: bytes = b"k" * 32  # routers of one cluster have the same
     metrics: Any = None
     forms: Forms = field(default_factory=Forms)
+    path: Path | None = None  # of the model, whose vocabulary holds outputs to grammars
 
     def __post_init__(self) -> None:
         self.view = view = ClusterView({MODEL: self.tokenizer.fingerprint})
@@ -105,7 +106,7 @@ class House:
         draw_id = lambda: f"req-{next(numbers)}"  # noqa: E731
         self.service = GenerateService(
             model=view.models[MODEL],
-            text=ModelText(self.tokenizer, forms=self.forms),
+            text=ModelText(self.tokenizer, forms=self.forms, path=self.path),
             dispatcher=self.script,  # type: ignore[arg-type]
             admission=self.admission,
             config=self.config,

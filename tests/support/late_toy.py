@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.protocol import Chunk, Tokens
-from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.protocol import Chunk, NothingAllowed, Tokens
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner
 from baton.engine.gpu.overlap import UNKNOWN, OverlapEngine, Pending, StepResult
@@ -73,25 +72,34 @@ class LateToy(ToyRunner):
 
 class LateStep:
     def __init__(self, toy: LateToy, batch: Seq[Chunk]) -> None:
+        # A device's mask is made when the step is submitted.
+        assert not any(chunk.seq.matcher and UNKNOWN in chunk.seq.tokens for chunk in batch), "a mask depends on the token before"
         self.toy = toy
         self.copies: list[tuple[int, int]] = []
-        self.work = [(c.seq.id, list(c.seq.tokens), c.seq.computed, c.n, c.drafts, list(c.seq.blocks), c.seq.params) for c in batch]
+        self.work = [(c.seq.id, list(c.seq.tokens), c.seq.computed, c.n, c.drafts, list(c.seq.blocks), c.seq) for c in batch]
 
     def result(self) -> StepResult:
         assert self.toy.queue.popleft() is self, "results must be read in order"
-        answers = [self.compute(*work) for work in self.work]
+        answers: list[Tokens] = []
+        denied = set()
+        for i, work in enumerate(self.work):
+            try:
+                answers.append(self.compute(*work))
+            except NothingAllowed:
+                answers.append(())
+                denied.add(i)
         for source, target in self.copies:
             self.toy.device.array[target] = self.toy.device.array[source]
         failed = frozenset(i for i, (name, *_) in enumerate(self.work) if answers[i] and name in self.toy.poisoned)
-        return StepResult([() if i in failed else answer for i, answer in enumerate(answers)], failed)
+        return StepResult([() if i in failed else answer for i, answer in enumerate(answers)], failed, frozenset(denied))
 
     def compute(
-        self, name: str, tokens: list[int], computed: int, n: int, drafts: tuple[int, ...], blocks: list[int], params: SamplingParams
+        self, name: str, tokens: list[int], computed: int, n: int, drafts: tuple[int, ...], blocks: list[int], seq: Sequence
     ) -> Tokens:
         assert UNKNOWN not in tokens[:-1]
         if tokens[-1] == UNKNOWN:
             tokens[-1] = self.toy.last[name]
-        shadow = Sequence(name, tokens, len(tokens), params, root=b"", computed=computed, blocks=blocks)
+        shadow = Sequence(name, tokens, seq.prompt_len, seq.params, b"", computed=computed, blocks=blocks, matcher=seq.matcher)
         answer = self.toy.run([Chunk(shadow, n, drafts)])[0]
         if answer:
             self.toy.last[name] = answer[-1].token

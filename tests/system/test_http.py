@@ -159,7 +159,7 @@ def test_models_are_listed_and_request_ids_returned(client: openai.OpenAI) -> No
         ({"temperature": -1}, openai.BadRequestError, "temperature", "invalid_value"),
         ({"max_tokens": CONTEXT}, openai.BadRequestError, "max_tokens", "context_length_exceeded"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools", "unsupported_parameter"),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format", "unsupported_parameter"),
+        ({"response_format": {"type": "xml"}}, openai.BadRequestError, "response_format", "invalid_value"),
         ({"extra_body": {"guided_json": {}}}, openai.BadRequestError, "guided_json", "unknown_parameter"),
         ({"messages": [{"role": "user", "content": "x" * 2000}]}, openai.BadRequestError, "messages", "context_length_exceeded"),
     ],

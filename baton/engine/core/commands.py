@@ -5,8 +5,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import TypeVar
 
-from baton.engine.core.contract import CacheEvent, Facts, Traits, cache_events
-from baton.engine.core.engine import Engine, learn
+from baton.engine.core.contract import CacheEvent, Facts, Grammars, Traits, cache_events
+from baton.engine.core.engine import Engine, Malformed, QueueFull, learn
+from baton.engine.core.grammar import GrammarRefused, GrammarsBusy
 from baton.engine.core.sequence import Sequence
 
 T = TypeVar("T")
@@ -30,8 +31,10 @@ def facts(engine: Engine) -> Facts:
 class Commands:
     """What a caller may ask of an engine, as functions that run between two of its steps. Who runs the engine says how (`call`, `tell`)."""
 
-    def __init__(self, engine: Engine, tokenizer_fingerprint: str = "") -> None:
+    def __init__(self, engine: Engine, tokenizer_fingerprint: str = "", grammars: Grammars | None = None) -> None:
+        """`grammars`: who prepares them; without, a sequence that has one is refused."""
         self._engine = engine
+        self._grammars = grammars
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self.pool = engine.runner.pool
         self._cache_sequence = 0  # of the last event of the prefix cache
@@ -43,6 +46,17 @@ class Commands:
     def tell(self, function: Callable[[Engine], object]) -> None:
         """Runs `function(engine)` without waiting: for clean-up, which must not be cancelled. It must not raise."""
         raise NotImplementedError
+
+    async def _prepare(self, seq: Sequence) -> None:
+        """Compiles the grammar of a sequence, off the engine's thread. Raises Malformed or QueueFull."""
+        if seq.params.structured is None or seq.matcher is not None or self._grammars is None:
+            return
+        try:
+            seq.matcher = await self._grammars.ready(seq.params.structured, seq.tokens[seq.prompt_len :])
+        except GrammarRefused as error:
+            raise Malformed(f"structured: {error}") from None
+        except GrammarsBusy as error:
+            raise QueueFull(str(error)) from None
 
     @property
     def traits(self) -> Traits:
@@ -58,9 +72,11 @@ class Commands:
         )
 
     async def add(self, seq: Sequence) -> None:
+        await self._prepare(seq)
         await self.call(lambda engine: engine.add(seq))
 
     async def reserve(self, seq: Sequence) -> bool:
+        await self._prepare(seq)
         return await self.call(lambda engine: engine.reserve(seq))
 
     async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None) -> None:

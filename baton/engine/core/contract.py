@@ -22,8 +22,18 @@ from typing import Literal, Protocol
 from baton.engine.core.block_key import MAX_EVENT_KEYS
 from baton.engine.core.blocks import CacheChange
 from baton.engine.core.engine import Counts, Output
+from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import Pool
+from baton.engine.core.masks import Matcher
 from baton.engine.core.sequence import Sequence
+
+
+class Grammars(Protocol):
+    """What prepares grammars for an engine."""
+
+    async def ready(self, grammar: Grammar, output: Seq[int]) -> Matcher:
+        """`output`: what there is already. Raises GrammarRefused, also if the output does not match, or GrammarsBusy."""
+        ...
 
 
 class EngineStopped(RuntimeError):

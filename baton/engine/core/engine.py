@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from baton.engine.core.blocks import BlockPool
-from baton.engine.core.protocol import Chunk, NonFiniteLogits, OutOfDeviceMemory, Runner, Tokens
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingToSample, OutOfDeviceMemory, Runner, Tokens
 from baton.engine.core.sampling import Sampled
 from baton.engine.core.scheduler import Limits, Propose, Scheduler
 from baton.engine.core.sequence import Finish, Sequence, State, finish_reason
@@ -91,8 +91,8 @@ class Engine:
             return outputs
         try:
             sampled = self.runner.run(batch)
-        except NonFiniteLogits as error:
-            return outputs + [self._fail(seq_id, error) for seq_id in error.sequence_ids]  # the others run again in the next step
+        except NothingToSample as error:
+            return outputs + [self._fail(seq_id, type(error)([seq_id])) for seq_id in error.sequence_ids]  # the others run again
         except OutOfDeviceMemory as error:
             return outputs + self._lighten(batch, error)
         self.counts.chunks += len(batch)
@@ -256,12 +256,14 @@ class Engine:
         self.counts.accepted_tokens += len(outputs) - 1
         return outputs
 
-    def _fail(self, seq_id: str, error: NonFiniteLogits) -> Output:
-        """Ends a sequence whose logits are not finite, and removes its blocks from the prefix cache so that they are not found again."""
+    def _fail(self, seq_id: str, error: NothingToSample) -> Output:
+        """Ends a sequence. If its logits are not finite, its blocks leave the prefix cache, so that they are not found again."""
         seq = self.sequences[seq_id]
-        self.pool.forget(seq.blocks)
+        if isinstance(error, NonFiniteLogits):
+            self.pool.forget(seq.blocks)
         self.abort(seq_id)
-        return Output(seq, None, failure=str(error))
+        more = seq.matcher.failure if seq.matcher is not None else ""
+        return Output(seq, None, failure=f"{error}: {more}" if more else str(error))
 
     def _lighten(self, batch: Seq[Chunk], error: OutOfDeviceMemory) -> list[Output]:
         """Ends the sequence with the largest part of a batch for which there was no memory, of equal ones the newest. It alone pays: the
@@ -296,6 +298,8 @@ def check(seq: Sequence, vocab_size: int, max_len: int) -> None:
         raise Malformed(f"a token id is outside the model's vocabulary of {vocab_size}")
     if not all(bias < math.inf for bias in seq.params.logit_bias.values()):
         raise Malformed("a logit_bias is not a number, or infinite")
+    if seq.params.structured is not None and seq.matcher is None:
+        raise Malformed("structured: this engine cannot hold an output to a grammar")
     if len(seq.tokens) + max(1, seq.remaining) > max_len:
         raise TooLong(f"{len(seq.tokens)} tokens and {seq.remaining} to come; one sequence may have {max_len}")
 

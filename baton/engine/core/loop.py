@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from baton.engine.core.commands import Commands
-from baton.engine.core.contract import EngineStopped, Listener
+from baton.engine.core.contract import EngineStopped, Grammars, Listener
 from baton.engine.core.engine import Engine, Output
 
 T = TypeVar("T")
@@ -24,8 +24,8 @@ JOIN_S = 5.0  # a thread that hangs in a step cannot be stopped: the process exi
 class EngineLoop(Commands):
     """Our own engine, as workers see it (`baton.engine.core.contract.ServingEngine`). `on_batch` is called in the engine's thread."""
 
-    def __init__(self, engine: Engine, listener: Listener, tokenizer_fingerprint: str = "") -> None:
-        super().__init__(engine, tokenizer_fingerprint)
+    def __init__(self, engine: Engine, listener: Listener, tokenizer_fingerprint: str = "", grammars: Grammars | None = None) -> None:
+        super().__init__(engine, tokenizer_fingerprint, grammars)
         self._listener = listener
         self._commands: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = deque()  # without a future, no caller waits
         self._wake = threading.Event()

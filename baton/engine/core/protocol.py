@@ -44,7 +44,10 @@ class Chunk:
             return []
         seq = self.seq
         guessed = ([*seq.tokens, *self.drafts[: count + 1]] for count in range(len(self.drafts)))
-        return [seq, *(Sequence(seq.id, tokens, seq.prompt_len, seq.params, seq.root) for tokens in guessed)]
+        return [
+            seq,
+            *(Sequence(seq.id, tokens, seq.prompt_len, seq.params, seq.root, matcher=seq.matcher, guessed=True) for tokens in guessed),
+        ]
 
     @property
     def samples(self) -> bool:
@@ -61,12 +64,26 @@ def accepted(drafts: Seq[int], sampled: Seq[Sampled]) -> Tokens:
     return tuple(sampled[: sum(1 for _ in right) + 1])
 
 
-class NonFiniteLogits(ArithmeticError):
-    """The logits of `sequence_ids` are not finite: the weights, or these sequences' keys and values, are broken."""
+class NothingToSample(ArithmeticError):
+    """No token can be sampled for `sequence_ids`."""
+
+    why: str
 
     def __init__(self, sequence_ids: list[str]) -> None:
-        super().__init__(f"logits are not finite for {', '.join(sequence_ids)}")
+        super().__init__(f"{self.why} for {', '.join(sequence_ids)}")
         self.sequence_ids = sequence_ids
+
+
+class NonFiniteLogits(NothingToSample):
+    """The logits are not finite: the weights, or these sequences' keys and values, are broken."""
+
+    why = "logits are not finite"
+
+
+class NothingAllowed(NothingToSample):
+    """The grammar allows no token, or the library gave it up."""
+
+    why = "the grammar allows no token"
 
 
 class OutOfDeviceMemory(RuntimeError):
@@ -90,7 +107,7 @@ class Runner(Protocol):
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         """Writes the KV of every chunk into the pool. Returns what each chunk of `batch` yields: at most one token more than it has drafts.
 
-        When it returns, the KV is written, and another process may read the blocks. Raises NonFiniteLogits or OutOfDeviceMemory; then no
+        When it returns, the KV is written, and another process may read the blocks. Raises NothingToSample or OutOfDeviceMemory; then no
         sequence of the batch has a sampled token.
         """
         ...

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from baton.engine.core.grammar import Grammar
+
 LEAST_TOP_P = 1e-9  # what 0 becomes: samplers search for a share that is more than nothing
 GREEDY_BELOW = 1e-5  # temperatures below this count as 0: the division would overflow float32
 INT32 = 2**31 - 1
@@ -74,6 +76,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; n: the chosen token's and the n best
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    structured: Grammar | None = None  # the form of the output; min_tokens and ignore_eos then hold where anything but the end may follow
 
 
 FIELDS = tuple(each.name for each in fields(SamplingParams))

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.engine.core.masks import NOTHING, Matcher, Words, without
 from baton.engine.core.sampling import SamplingParams
 from baton.moves import Moves
 
@@ -68,6 +69,8 @@ class Sequence:
     arrived_with: int = 0  # len(tokens) on arrival
     started_at: float | None = None  # the caller's clock when the first chunk was scheduled
     expires_at: float = math.inf  # on the same clock: from then on no client waits for it, and it is not started
+    matcher: Matcher | None = None  # of `params.structured`
+    guessed: bool = False  # a version of a sequence in which guesses count as known; what follows a wrong one does not matter
 
     def __post_init__(self) -> None:
         self.arrived_with = len(self.tokens)
@@ -95,6 +98,17 @@ class Sequence:
         """Tokens that may still be sampled."""
         return self.params.max_tokens - self.output_len
 
+    def words(self, eos: frozenset[int]) -> Words | None:
+        """The tokens that may be sampled next; None for all. An end that comes too early is not among them, unless nothing else is."""
+        if self.matcher is None:
+            return None
+        words = self.matcher.mask(self.tokens[self.prompt_len :])
+        if words is None or not words.any():
+            return None if self.guessed else NOTHING
+        young = self.output_len < self.params.min_tokens
+        early = self.params.stop_token_ids | eos if young else eos if self.params.ignore_eos else frozenset[int]()
+        return without(words, sorted(early)) if early else words
+
     def move(self, event: str) -> None:
         self.state = MOVES.after(self.state, event, f"sequence {self.id}")
 
@@ -102,6 +116,8 @@ class Sequence:
 def finish_reason(seq: Sequence, eos: frozenset[int], max_len: int) -> Finish | None:
     """Why the sequence ends after its last token; None to go on."""
     last, params = seq.tokens[-1], seq.params
+    if params.structured is not None and last in eos:
+        return Finish.STOP  # the document is complete, and nothing may follow
     if seq.output_len >= params.min_tokens and (last in params.stop_token_ids or (last in eos and not params.ignore_eos)):
         return Finish.STOP
     if seq.remaining <= 0 or len(seq.tokens) >= max_len:

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 
 from baton.engine.core.kvcache import KvLayout, KvPool
-from baton.engine.core.protocol import Chunk, Tokens, accepted
+from baton.engine.core.masks import Matcher, Words, allowed_ids
+from baton.engine.core.protocol import Chunk, NothingAllowed, Tokens, accepted
 from baton.engine.core.sampling import Sampled, SamplingParams, noise_key
+from baton.engine.core.sequence import Sequence
 
 ARCHITECTURE = "BatonToyForCausalLM"
 
@@ -61,31 +63,42 @@ class ToyRunner:
         blocks = np.asarray(seq.blocks)
         values = (np.asarray(chunk.tokens) + 1) * (positions + 1)
         self._kv[blocks[positions // size], :, positions % size, :] = values[:, None, None]
-        return accepted(chunk.drafts, [self._sample(blocks, len(row.tokens), row.params) for row in chunk.rows])
+        return accepted(chunk.drafts, [self._sample(blocks, row) for row in chunk.rows])
 
-    def _sample(self, blocks: "np.ndarray[Any, Any]", end: int, params: SamplingParams) -> Sampled:
-        """The token at position `end`."""
-        full, rest = divmod(end, self.layout.block_size)
+    def _sample(self, blocks: "np.ndarray[Any, Any]", seq: Sequence) -> Sampled:
+        """The token that follows those of `seq`."""
+        words = seq.words(self.eos_token_ids)
+        if words is not None and not words.any():
+            raise NothingAllowed([seq.id])
+        full, rest = divmod(len(seq.tokens), self.layout.block_size)
         total = int(self._kv[blocks[:full]].sum())
         if rest:
             total += int(self._kv[blocks[full], :, :rest].sum())
-        return sample(total, params, end, self.vocab_size)
+        return sample(total, seq.params, len(seq.tokens), self.vocab_size, words)
 
 
-def sample(total: int, params: SamplingParams, position: int, vocab_size: int) -> Sampled:
+def sample(total: int, params: SamplingParams, position: int, vocab_size: int, words: Words | None = None) -> Sampled:
+    """Of the tokens in `words`, the one whose place is (sum + noise) modulo their count."""
     noise = noise_key(params.seed, position) if params.temperature > 0 else 0
-    token = (total + noise) % vocab_size
+    if words is None:
+        token = (total + noise) % vocab_size
+    else:
+        ids = allowed_ids(words, vocab_size)
+        token = int(ids[(total + noise) % len(ids)])
     if params.logprobs is None:
         return Sampled(token)
     return Sampled(token, 0.0, ((token, 0.0),) if params.logprobs else ())
 
 
-def naive(tokens: Seq[int], params: SamplingParams, width: int = 8, vocab_size: int = 257, eos: int = 256) -> list[int]:
+def naive(
+    tokens: Seq[int], params: SamplingParams, width: int = 8, vocab_size: int = 257, eos: int = 256, matcher: Matcher | None = None
+) -> list[int]:
     """The oracle: what the runner must produce, without blocks, batches or caches. Stops at the end token or at max_tokens."""
-    known = list(tokens)
+    known, prompt_len = list(tokens), len(tokens)
     while (made := len(known) - len(tokens)) < params.max_tokens:
         total = 2 * width * sum((token + 1) * (position + 1) for position, token in enumerate(known))
-        known.append(sample(total, params, len(known), vocab_size).token)
-        if known[-1] == eos and not params.ignore_eos and made + 1 >= params.min_tokens:
+        words = Sequence("", known, prompt_len, params, b"", matcher=matcher).words(frozenset([eos]))
+        known.append(sample(total, params, len(known), vocab_size, words).token)
+        if known[-1] == eos and (matcher is not None or (not params.ignore_eos and made + 1 >= params.min_tokens)):
             break
     return known[len(tokens) :]

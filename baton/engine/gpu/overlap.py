@@ -14,6 +14,7 @@ This has further consequences:
   result is dropped. Ends that can be foreseen (length, `hold`) make no surplus: they get no `UNKNOWN`, so nothing is pending.
 - **Who guesses, waits.** Guesses follow known tokens. So with somebody who makes them, no sequence gets an `UNKNOWN`: it joins every other
   step, and sequences that began at different steps fill each other's gaps.
+- **So does who has a grammar:** the mask of a token depends on the one before it.
 - **No block is released while a step in flight may write to it.** Blocks of a sequence that ends or is aborted are parked until that step
   has been read. The device would keep the order, but a transport that fills a block (`Engine.reserve`) would not.
 - **Preemption waits for the step in flight.** If the pool lacks a block for a decode, that step is read before anything is scheduled:
@@ -29,7 +30,7 @@ from typing import Protocol
 
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.engine import Engine, Output
-from baton.engine.core.protocol import Chunk, NonFiniteLogits, OutOfDeviceMemory, Runner, Tokens
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingAllowed, OutOfDeviceMemory, Runner, Tokens
 from baton.engine.core.scheduler import Limits, Propose, Scheduler
 from baton.engine.core.sequence import Sequence
 
@@ -42,6 +43,7 @@ class StepResult:
 
     tokens: list[Tokens]
     failed: frozenset[int] = frozenset()  # indices whose logits were not finite; the others are good
+    denied: frozenset[int] = frozenset()  # indices of sequences whose grammar allows no token
 
 
 class Pending(Protocol):
@@ -133,7 +135,7 @@ class OverlapEngine(Engine):
         if landed is None:
             return []
         result = landed.pending.result()
-        self.counts.chunks += len(landed.batch) - len(result.failed)
+        self.counts.chunks += len(landed.batch) - len(result.failed | result.denied)
         self.pool.release(landed.parked)
         outputs = []
         for i, (chunk, tokens) in enumerate(zip(landed.batch, result.tokens, strict=True)):
@@ -142,6 +144,9 @@ class OverlapEngine(Engine):
                 continue
             if i in result.failed:
                 outputs.append(self._fail(seq.id, NonFiniteLogits([seq.id])))
+                continue
+            if i in result.denied:
+                outputs.append(self._fail(seq.id, NothingAllowed([seq.id])))
                 continue
             if seq.tokens[-1] == UNKNOWN:
                 seq.tokens.pop()
@@ -152,5 +157,6 @@ class OverlapEngine(Engine):
     def _book(self, chunk: Chunk) -> None:
         seq, samples = chunk.seq, chunk.samples
         seq.computed += chunk.n
-        if samples and not (self._guesses or seq.hold or seq.remaining <= 1 or len(seq.tokens) + 1 >= self.max_len):
+        waits = self._guesses or seq.matcher is not None
+        if samples and not (waits or seq.hold or seq.remaining <= 1 or len(seq.tokens) + 1 >= self.max_len):
             seq.tokens.append(UNKNOWN)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.protocol import Chunk, NonFiniteLogits, OutOfDeviceMemory, Tokens, accepted
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingAllowed, OutOfDeviceMemory, Tokens, accepted
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.attention import DeviceAttention
@@ -56,7 +56,12 @@ class DevicePending:
             found.setdefault(i, []).append(answer)
         for i, own in found.items():
             tokens[i] = accepted(self._batch[i].drafts, list(takewhile(lambda answer: answer is not None, own)))  # type: ignore[arg-type]
-        return StepResult(tokens, frozenset(i for i in found if not tokens[i]))
+        denied = frozenset(i for at, (i, _) in enumerate(self._rows) if at in self._draw.denied)
+        return StepResult(
+            [() if i in denied else each for i, each in enumerate(tokens)],
+            frozenset(i for i in found if not tokens[i]) - denied,
+            denied,
+        )
 
 
 class GpuRunner(ModelRunner):
@@ -135,6 +140,8 @@ class GpuRunner(ModelRunner):
         result = self.submit(batch).result()
         if result.failed:
             raise NonFiniteLogits([batch[i].seq.id for i in sorted(result.failed)])
+        if result.denied:
+            raise NothingAllowed([batch[i].seq.id for i in sorted(result.denied)])
         return result.tokens
 
     def submit(self, batch: Seq[Chunk]) -> DevicePending:

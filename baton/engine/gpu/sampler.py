@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.engine.core.masks import WORD
 from baton.engine.core.sampling import GREEDY_BELOW, Sampled, SamplingParams, noise_key
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.device import upload
@@ -31,6 +32,7 @@ class Draw:
     tokens: Tensor  # [R] int64
     finite: Tensor  # [R] bool
     asked: list[int]  # rows that want log-probabilities
+    denied: frozenset[int]  # rows for which a grammar allows no token
     logprobs: Tensor | None  # [r, 1 + n] float32: of the token, then the n best
     ids: Tensor | None  # [r, n] int64
 
@@ -71,6 +73,7 @@ class Sampler:
         penalised = _rows(seqs, _penalises)
         history = self._remembered(logits.shape[1], len(seqs), guessed) if penalised else None
         scores = self._adjusted(logits, seqs, seated, penalised, history)
+        scores, denied = self._held_to_forms(scores, logits, seqs)
         if scores is not logits:
             best = scores.amax(dim=-1)
         if all(seq.params.temperature < GREEDY_BELOW for seq in seqs):
@@ -81,8 +84,8 @@ class Sampler:
             history.note([seqs[i] for i in penalised], [seated[i] for i in penalised], tokens[self._index(penalised)])
         asked = _rows(seqs, lambda p: p.logprobs is not None)
         if not asked:
-            return Draw(tokens, finite, asked, None, None)
-        return Draw(tokens, finite, asked, *self._logprobs(logits, tokens, asked, max(seqs[i].params.logprobs or 0 for i in asked)))
+            return Draw(tokens, finite, asked, denied, None, None)
+        return Draw(tokens, finite, asked, denied, *self._logprobs(logits, tokens, asked, max(seqs[i].params.logprobs or 0 for i in asked)))
 
     def _index(self, values: Seq[int]) -> Tensor:
         return upload(np.array(values, dtype=np.int64), self._device)
@@ -103,7 +106,7 @@ class Sampler:
         stops = [
             (i, token)
             for i, seq in enumerate(seqs)
-            if seq.output_len < seq.params.min_tokens
+            if seq.output_len < seq.params.min_tokens and seq.matcher is None
             for token in (seq.params.stop_token_ids if seq.params.ignore_eos else seq.params.stop_token_ids | self._eos)
             if 0 <= token < vocab
         ]
@@ -125,6 +128,20 @@ class Sampler:
             dead = scores.amax(dim=-1, keepdim=True) == -torch.inf
             scores = torch.where(dead, logits, scores)
         return scores
+
+    def _held_to_forms(self, scores: Tensor, logits: Tensor, seqs: Seq[Sequence]) -> tuple[Tensor, frozenset[int]]:
+        """What a grammar forbids has no score; the masks are made while the device computes, and travel packed. And the rows for which
+        nothing is allowed, whose scores do not change."""
+        forms = {i: words for i, seq in enumerate(seqs) if seq.matcher is not None and (words := seq.words(self._eos)) is not None}
+        denied = frozenset(i for i, words in forms.items() if not words.any())
+        if not (rows := [i for i in forms if i not in denied]):
+            return scores, denied
+        packed = upload(np.stack([forms[i] for i in rows]), self._device)  # [r, ceil(V / 32)] int32
+        bits = torch.arange(WORD, dtype=torch.int32, device=self._device)
+        allowed = ((packed[:, :, None] >> bits) & 1).view(len(rows), -1)[:, : scores.shape[1]].bool()
+        at = self._index(rows)
+        scores = scores.clone() if scores is logits else scores
+        return scores.index_copy_(0, at, scores[at].masked_fill_(~allowed, -torch.inf)), denied
 
     def _filters(self, seqs: Seq[Sequence], scores: Tensor, best: Tensor) -> Filters:
         params, vocab = [seq.params for seq in seqs], scores.shape[1]

@@ -1,7 +1,8 @@
 """Logits in, one token per row out: every stage works on all rows that ask for it together, and on no others.
 
-Order, as in vLLM and Hugging Face: logit bias, repetition penalty, presence and frequency penalties, min_tokens; then, for rows that are
-not greedy, temperature, top-k, top-p, min-p, top-a, and the draw. Log-probabilities are those of the model's unchanged logits.
+Order, as in vLLM and Hugging Face: logit bias, repetition penalty, presence and frequency penalties, min_tokens, and the grammar, which
+takes the score of what it forbids; then, for rows that are not greedy, temperature, top-k, top-p, min-p, top-a, and the draw.
+Log-probabilities are those of the model's unchanged logits.
 
 A row's result depends only on its own logits and sequence: stages compute row by row, and the noise of a token is a function of (seed,
 position, token id).
@@ -12,15 +13,17 @@ before top-k and top-p.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.core.protocol import NonFiniteLogits
+from baton.engine.core.masks import Words, allows
+from baton.engine.core.protocol import NonFiniteLogits, NothingAllowed
 from baton.engine.core.sampling import GOLDEN, GREEDY_BELOW, MIXERS, Sampled, SamplingParams, noise_key
 from baton.engine.core.sequence import Sequence
 
@@ -39,16 +42,20 @@ def sample(
     """The next token of each sequence; `logits` is `[B, V]` float32 with a row per sequence and is not changed. `best` is what `greatest`
     finds in it, if that is known.
 
-    A row in which everything is masked is sampled as if it had no bias, penalty or min_tokens. Raises NonFiniteLogits.
+    A row in which bias and min_tokens leave nothing is sampled as if it had no bias, penalty or min_tokens. Raises NonFiniteLogits, and
+    NothingAllowed for rows in which a grammar leaves nothing.
     """
     if not seqs:
         return []
     best = greatest(logits).tolist() if best is None else best
     if min(best) < 0:
         raise NonFiniteLogits([seq.id for seq, token in zip(seqs, best, strict=True) if token < 0])
-    if all(_takes_greatest(seq.params) for seq in seqs):
+    forms = {i: words for i, seq in enumerate(seqs) if seq.matcher is not None and (words := seq.words(eos_token_ids)) is not None}
+    if empty := [seqs[i].id for i, words in forms.items() if not words.any()]:
+        raise NothingAllowed(empty)
+    if all(_takes_greatest(seq.params) for seq in seqs) and all(allows(words, best[i]) for i, words in forms.items()):
         return [Sampled(token) for token in best]
-    return _sample(logits, best, seqs, eos_token_ids, draw or draw_plainly)
+    return _sample(logits, best, seqs, eos_token_ids, draw or draw_plainly, forms)
 
 
 @torch.inference_mode()
@@ -65,8 +72,12 @@ def _takes_greatest(p: SamplingParams) -> bool:
 
 
 @torch.inference_mode()
-def _sample(logits: Tensor, best: list[int], seqs: Seq[Sequence], eos_token_ids: frozenset[int], draw: Draw) -> list[Sampled]:
+def _sample(
+    logits: Tensor, best: list[int], seqs: Seq[Sequence], eos_token_ids: frozenset[int], draw: Draw, forms: Mapping[int, Words]
+) -> list[Sampled]:
     scores = _adjusted(logits, seqs, eos_token_ids)
+    if forms:
+        scores = _held_to(forms, scores.clone() if scores is logits else scores, seqs)
     tokens = best if scores is logits else scores.argmax(dim=-1).tolist()
     drawn = _rows(seqs, lambda p: p.temperature >= GREEDY_BELOW)
     if drawn:
@@ -87,7 +98,7 @@ def _adjusted(logits: Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int]
     biased = _rows(seqs, lambda p: bool(p.logit_bias))
     repeated = _rows(seqs, lambda p: p.repetition_penalty != 1.0)
     counted = [i for i in _rows(seqs, lambda p: p.presence_penalty != 0.0 or p.frequency_penalty != 0.0) if seqs[i].output_len]
-    young = [i for i, seq in enumerate(seqs) if seq.output_len < seq.params.min_tokens]
+    young = [i for i, seq in enumerate(seqs) if seq.output_len < seq.params.min_tokens and seq.matcher is None]
     if not (biased or repeated or counted or young):
         return logits
     scores = logits.clone()
@@ -139,6 +150,18 @@ def _mask_stops(scores: Tensor, rows: list[int], seqs: Seq[Sequence], eos_token_
 
 def _stop_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
     return params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids
+
+
+def _held_to(forms: Mapping[int, Words], scores: Tensor, seqs: Seq[Sequence]) -> Tensor:
+    """Changes `scores` in rows that have a form. Those of a form that allows nothing likelier than never are an error."""
+    rows = list(forms)
+    allowed = np.unpackbits(np.stack(list(forms.values())).view(np.uint8), axis=1, count=scores.shape[1], bitorder="little")
+    held = scores[rows].masked_fill_(torch.from_numpy(allowed == 0).to(scores.device), -torch.inf)
+    dead = (held.amax(dim=-1) == -torch.inf).tolist()
+    if any(dead):
+        raise NothingAllowed([seqs[row].id for row, empty in zip(rows, dead, strict=True) if empty])
+    scores[rows] = held
+    return scores
 
 
 # --- the draw ------------------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import FIELDS, NUMBERS, Range, SamplingParams
 from baton.v1 import generation_pb2
 from baton.worker.wire import to_params
@@ -40,7 +41,7 @@ def test_every_engine_parameter_can_be_sent_in_a_job() -> None:
 def test_the_engine_receives_what_the_router_resolved() -> None:
     values: dict[str, Any] = {
         "max_tokens": 7, "min_tokens": 3, "seed": 1 << 63, "logit_bias": {5: 1.5}, "logprobs": 2, "stop_token_ids": frozenset({9, 4}),
-        "ignore_eos": True,
+        "ignore_eos": True, "structured": Grammar("regex", "a+", False),
     }  # fmt: skip
     numbers: dict[str, Any] = {name: other(name) for name in NUMBERS}
     params = SamplingParams(**values, **numbers)

@@ -4,9 +4,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from baton.engine.core.masks import allowed_ids
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.inputs import Seat
@@ -178,3 +180,46 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device, pick: Callabl
     logits = random_logits(rng, 8, device)
     together = draw(ours, logits, seqs)
     assert together == [draw(ours, logits[i : i + 1], seqs[i : i + 1], [Seat(i)])[0] for i in range(8)]
+
+
+class Allows:
+    """A form whose next tokens are these."""
+
+    failure = ""
+
+    def __init__(self, tokens: list[int]) -> None:
+        bits = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
+        bits[tokens] = 1
+        self._words = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def mask(self, output: Any) -> Any:
+        return self._words
+
+
+@pytest.mark.parametrize("pick", PICKS)
+def test_rows_that_are_held_to_a_form_match_the_reference(device: torch.device, pick: Callable[[], Pick]) -> None:
+    rng, made = random.Random(11), pick()
+    for _ in range(10):
+        seqs = [random_sequence(rng, str(i)) for i in range(6)]
+        for seq in seqs[::2]:
+            seq.matcher = Allows(rng.sample(range(VOCAB), rng.choice((1, 5, 200))))
+        logits = random_logits(rng, len(seqs), device)
+        before = logits.clone()
+        found = draw(sampler(device, made), logits, seqs)
+        expected = reference.sample(logits.cpu(), seqs, EOS)
+        assert all(same(mine, theirs) for mine, theirs in zip(found, expected, strict=True)) and torch.equal(logits, before)
+        for seq, one in zip(seqs[::2], found[::2], strict=True):
+            assert one is not None and one.token in allowed_ids(seq.matcher.mask([]), VOCAB)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("pick", PICKS)
+def test_a_row_whose_form_allows_nothing_is_denied_alone(device: torch.device, pick: Callable[[], Pick]) -> None:
+    rng = random.Random(3)
+    seqs = [random_sequence(rng, str(i)) for i in range(3)]
+    seqs[1].matcher = Allows([])
+    logits = random_logits(rng, 3, device)
+    found = sampler(device, pick()).draw(logits, seqs, [Seat(i) for i in range(3)])
+    assert found.denied == {1}
+    expected = reference.sample(logits.cpu()[[0, 2]], [seqs[0], seqs[2]], EOS)
+    others = answers(found, seqs)
+    assert same(others[0], expected[0]) and same(others[2], expected[1])

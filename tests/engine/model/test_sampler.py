@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.core.protocol import NonFiniteLogits
+from baton.engine.core.protocol import NonFiniteLogits, NothingAllowed
 from baton.engine.core.sampling import SamplingParams, mix64, noise_key
 from baton.engine.core.sequence import Sequence
 from baton.engine.cpu.draw import draw as compiled_draw
@@ -346,3 +346,59 @@ def test_non_finite_logits_raise_an_error_that_names_the_sequence(break_row: Cal
 
 def test_an_empty_batch_gives_no_answers() -> None:
     assert sample(torch.empty(0, VOCAB), [], EOS) == []
+
+
+class Allows:
+    """A form whose next tokens are these."""
+
+    failure = ""
+
+    def __init__(self, tokens: list[int]) -> None:
+        bits = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
+        bits[tokens] = 1
+        self._words = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def mask(self, output: Any) -> Any:
+        return self._words
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_form_is_the_same_as_a_vocabulary_without_the_others(seed: int) -> None:
+    """With every other parameter: what is forbidden counts as a bias of minus infinity, added last. Rows beside it do not notice."""
+    rng = random.Random(seed)
+    seqs, logits = random_sequences(8, seed), random_logits(8, seed)
+    forms = {i: sorted(rng.sample(range(VOCAB), rng.choice((1, 3, 60)))) for i in range(0, 8, 2)}
+    for i, tokens in forms.items():
+        seqs[i].matcher = Allows(tokens)
+    found = sample(logits, seqs, EOS)
+    for i, seq in enumerate(seqs):
+        if i not in forms:
+            assert found[i].token == plain_sample(logits[i].double().numpy(), seq)
+            continue
+        early = EOS | seq.params.stop_token_ids if seq.output_len < seq.params.min_tokens else EOS if seq.params.ignore_eos else set()
+        left = [token for token in forms[i] if token not in early] or forms[i]
+        bias = {token: -np.inf if token not in left else 0.0 for token in range(VOCAB)}
+        bias = {token: value + seq.params.logit_bias.get(token, 0.0) for token, value in bias.items()}
+        free = Sequence(seq.id, seq.tokens, seq.prompt_len, replace(seq.params, logit_bias=bias, min_tokens=0), b"")
+        assert found[i].token == sample(logits[i : i + 1], [free], frozenset())[0].token and found[i].token in left
+
+
+def test_a_form_that_allows_nothing_is_never_ignored() -> None:
+    for tokens, bias in (([], {}), ([5, 6], {5: -math.inf, 6: -math.inf})):
+        for temperature in (0.0, 1.0):
+            seqs = [sequence(SamplingParams(9, temperature=temperature, logit_bias=bias)) for _ in range(2)]
+            seqs[1].id, seqs[1].matcher = "held", Allows(tokens)
+            with pytest.raises(NothingAllowed) as caught:
+                sample(random_logits(2, 1), seqs, EOS)
+            assert caught.value.sequence_ids == ["held"]
+
+
+def test_a_greedy_row_whose_best_token_is_allowed_changes_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*arguments: Any) -> Any:
+        raise AssertionError("nothing has to be masked")
+
+    logits = random_logits(1, 5)
+    seq = sequence(GREEDY)
+    seq.matcher = Allows([int(logits.argmax()), 2])
+    monkeypatch.setattr("baton.engine.model.sampler._held_to", never)
+    assert sample(logits, [seq], EOS)[0].token == int(logits.argmax())

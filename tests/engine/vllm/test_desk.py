@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.engine.core.engine import Malformed, QueueFull, Refused, TooLong
+from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Finish, Sequence, State
 from baton.engine.vllm.desk import Bounds, Desk, Job
@@ -710,3 +711,12 @@ def test_a_held_sequence_promises_no_block_even_if_the_news_of_its_start_is_late
     assert desk.promised_blocks() == 2
     desk.sampled(job, Sampled(2))
     assert desk.promised_blocks() == 0
+
+
+def test_an_output_that_must_have_a_form_is_refused_by_name() -> None:
+    """vLLM runs our sampler in a process of its own, which holds no output to a grammar yet."""
+    desk = make_desk()
+    for enter in (desk.add, desk.reserve):
+        with pytest.raises(Malformed, match="structured"):
+            enter(make_seq("s", structured=Grammar("regex", "a+")))
+    assert free(desk) == 16

@@ -95,7 +95,7 @@ def test_null_is_absent_everywhere() -> None:
     assert asked == ask_chat([{"role": "user", "content": "hi"}])
     options = {"include_usage": True, "of_another_api": None}
     assert ask_completion(stream=True, stream_options=options, guided_regex=None).include_usage
-    assert refused(ask_chat, guided_json={}).code == refused(ask_chat, guided_json=0).code == "unknown_parameter"
+    assert refused(ask_chat, guided={}).code == refused(ask_chat, guided=0).code == "unknown_parameter"
     assert refused(ask_chat, logit_bias={"1": None}).param == "logit_bias"
 
 
@@ -291,7 +291,7 @@ def test_a_parameter_that_cannot_change_the_answer_is_accepted(api: str, name: s
 def test_tools_and_formats_are_in_the_tables() -> None:
     """The tests above take their cases from the tables, so they would not notice a missing entry."""
     names = {(api, name) for api, name, _, _ in NEUTRAL}
-    assert names >= {("chat", name) for name in ("functions", "function_call", "response_format", "audio", "modalities")}
+    assert names >= {("chat", name) for name in ("functions", "function_call", "audio", "modalities")}
     assert names >= {("completion", name) for name in ("echo", "suffix")}
     assert {name for _, name, _ in WITHOUT_EFFECT} >= {"user", "metadata", "store"}
 

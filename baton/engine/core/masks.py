@@ -1,0 +1,45 @@
+"""Which tokens may come next: what an engine asks of the thing that knows a grammar, and bits for tokens."""
+
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
+
+import numpy as np
+
+Words = np.ndarray[Any, np.dtype[np.int32]]  # [ceil(V / 32)]: bit t % 32 of word t // 32 is set if token t is allowed
+WORD = 32
+NOTHING: Words = np.zeros(0, np.int32)
+
+
+class Matcher(Protocol):
+    """Where one output stands in its grammar. For one thread at a time."""
+
+    failure: str  # why the library gave up; "" if it did not
+
+    def mask(self, output: Seq[int]) -> Words | None:
+        """The tokens that may follow `output`, end tokens only where the document is complete. None if `output` itself does not match. No
+        bit is set if nothing may follow, or if the library gave up (`failure`)."""
+        ...
+
+
+def allows(words: Words, token: int) -> bool:
+    return bool(int(words[token // WORD]) >> (token % WORD) & 1)
+
+
+def without(words: Words, tokens: Seq[int]) -> Words:
+    """`words` without `tokens`, unless nothing else is allowed."""
+    left = words.copy()
+    bits = left.view(np.uint32)
+    for token in tokens:
+        if 0 <= token < len(bits) * WORD:
+            bits[token // WORD] &= np.uint32(~(1 << token % WORD) & 0xFFFFFFFF)
+    return left if left.any() else words
+
+
+def allowed_ids(words: Words, vocab_size: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    return np.flatnonzero(unpacked(words, vocab_size))
+
+
+def unpacked(words: Words, vocab_size: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """`[V]`: 1 for an allowed token. Tokens beyond the mask are not allowed."""
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size]
+    return bits if len(bits) == vocab_size else np.pad(bits, (0, vocab_size - len(bits)))
