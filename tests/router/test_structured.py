@@ -53,10 +53,12 @@ async def test_a_schema_that_cannot_be_enforced_is_refused_with_its_path_before_
 async def test_a_request_that_is_not_strict_is_told_what_it_does_not_get(house: House) -> None:
     accepted = (await ask(house, Grammar("json_schema", json.dumps(REFUSED), strict=False)))[0]
     assert isinstance(accepted, Accepted) and [each.split(":")[0] for each in accepted.relaxed] == ["$.properties.a.uniqueItems"]
-    assert to_response(accepted).accepted.relaxed == list(accepted.relaxed)
+    told = to_response(accepted).accepted
+    assert told.relaxed == list(accepted.relaxed)
+    assert to_ask(pb.GenerateRequest(text="hi", sampling=told.sampling)).sampling.structured == accepted.params.structured
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": REFUSED}}
-    told = (await house.post(CHAT, {**HELLO, "response_format": schema})).json["choices"][0]
-    assert told["relaxed"] == list(accepted.relaxed)
+    choice = (await house.post(CHAT, {**HELLO, "response_format": schema})).json["choices"][0]
+    assert choice["relaxed"] == list(accepted.relaxed)
 
 
 @pytest.mark.parametrize(
