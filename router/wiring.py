@@ -108,8 +108,6 @@ class RouterProcess:
         self._public = public
         self._health = public.health
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
-        forms = Forms.of(tokenizer, config.model.tool_format, config.model.reasoning_format)
-        text = ModelText(tokenizer, self._recommended(), forms, Path(config.model.path))
         self._view = view = ClusterView({self._model_name: tokenizer.fingerprint})
         model = view.models[self._model_name]
         self._watch = watch = Watch(view, self._registry, self._workers, config.router.hang_s, outside_of(config))
@@ -120,7 +118,7 @@ class RouterProcess:
         gauges.tell(self._book, view, admission, watch, self._tracer, readers, dispatcher.conduct)
         self.service = GenerateService(
             model=model,
-            text=text,
+            text=self._text(tokenizer),
             dispatcher=dispatcher,
             admission=admission,
             config=config.router,
@@ -161,6 +159,11 @@ class RouterProcess:
             self._tasks.start(loop, name)
         self.stage = move(self.stage, "ready")
         log.info("router ready on %s (HTTP %s, admin %s), model %s", self.address, http_address, admin_address, model.name)
+
+    def _text(self, tokenizer: Tokenizer) -> ModelText:
+        model = self.config.model
+        forms = Forms.of(tokenizer, model.tool_format, model.reasoning_format)
+        return ModelText(tokenizer, self._recommended(), forms, Path(model.path))
 
     def _own_loops(self) -> dict[str, Coroutine[Any, Any, None]]:
         loops = {"membership": self._membership.run(), "health": self._run_health(), "keys": self._run_keys()}
