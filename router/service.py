@@ -223,6 +223,8 @@ class GenerateService:
         if ask.sampling.stop:
             self._tokenizer.stop_tokens(ask.sampling.stop)
         if ask.setting is not PLAIN:
+            if ask.setting.offered and ask.sampling.structured is not None:
+                raise invalid("sampling.structured", "cannot be combined with tools, unless tool_choice is none: a call has another form")
             self._forms.check(ask.setting)
             self._setting(ask)
 
@@ -257,6 +259,9 @@ class GenerateService:
         served = self._served()
         relaxed = await self._check_form(ask, served, deadline)
         prompt = await self._tokenize(ask, deadline)
+        if ask.messages is not None and (demand := self._forms.demand(ask.setting, self._tokenizer.spelled(prompt[-TAIL:]))):
+            ask = replace(ask, sampling=replace(ask.sampling, structured=demand.grammar))
+            relaxed = await self._check_form(ask, served, deadline) + demand.relaxed
         params, stops = resolve(ask, len(prompt), served.max_model_len, self._draws.seed())
         if stops:
             params = replace(params, stop_token_ids=params.stop_token_ids | self._tokenizer.stop_tokens(stops))
@@ -304,7 +309,7 @@ class GenerateService:
 
     def _finished(self, request: Request, reason: FinishReason, text: Transcript, rest: Said) -> Finished:
         eos = self._model.served.eos_token_ids if self._model.served else frozenset()
-        complete = reason == "stop" and text.stop is None and request.tokens[-1] in eos
+        complete = reason == "stop" and text.stop is None and (text.ended or request.tokens[-1] in eos)
         incomplete = request.params.structured is not None and not complete
         calls = text.reader.calls if text.reader is not None else 0
         return Finished(request, reason, rest.text, text.stop, rest.deltas, calls, text.reasoning_tokens, incomplete)

@@ -6,20 +6,33 @@ from pathlib import Path
 
 from baton.cluster.config import Config
 from baton.cluster.config_layers import Loaded
+from baton.cluster.device import Asked, Choice, choose
 from baton.engine.defaults import DeviceFacts, settle, stored_dtype
 from baton.engine.options import Options
 
 
-def origins(loaded: Loaded) -> dict[str, str]:
-    """By dotted key."""
-    engine = loaded.config.engine
-    settled = settle(Options(loaded.config.model, engine), DeviceFacts(engine.device), _stored(loaded.config))
-    found = dict(loaded.sources)
+def origins(loaded: Loaded, choice: Choice | None = None) -> dict[str, str]:
+    """By dotted key. `choice`: what `engine.device` means here, if that is known already."""
+    engine, found = loaded.config.engine, dict(loaded.sources)
+    facts = _facts(engine.device, choice)
+    if engine.device == "auto":
+        source = found["engine.device"]
+        found["engine.device"] = f"{'' if source == 'default' else f'{source}; '}auto: {facts.kind}, here"
+    settled = settle(Options(loaded.config.model, engine), facts, _stored(loaded.config))
     for name, why in settled.why.items():
         value = settled.values[name]
         set_to_auto = f"{found[name]}; " if found[name] != "default" else ""
         found[name] = f"{set_to_auto}auto: {why}" if value in (None, "auto") else f"{set_to_auto}auto: {value}, {why}"
     return found
+
+
+def _facts(asked: Asked, choice: Choice | None) -> DeviceFacts:
+    """With a device that is asked for and not here, `baton up` says so; its options are shown all the same."""
+    try:
+        choice = choice or choose(asked)
+    except ValueError:
+        return DeviceFacts("cpu" if asked == "cpu" else "cuda")
+    return DeviceFacts(choice.device, min((device.memory_total for device in choice.devices or ()), default=0))
 
 
 def _stored(config: Config) -> str | None:

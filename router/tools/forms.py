@@ -1,14 +1,19 @@
 """How a served model writes calls and thinking: what its chat template says, or the configuration."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
+from typing import Any
 
 from baton.cluster.errors import invalid
-from router.conversation import Setting, named
+from baton.engine.core.grammar import Grammar, GrammarRefused
+from baton.engine.grammars.keywords import Reading, read_schema
+from router.conversation import Setting, Tool, named
 from router.tokenizer import Tokenizer
 from router.tools import families, thinking
 from router.tools.families import GENERIC, Family
+from router.tools.grammar import lark
 from router.tools.reading import Format
 from router.tools.thinking import Thinking, is_open
 
@@ -41,13 +46,30 @@ class Forms:
             return
         if self.family is None:
             raise invalid("tools", "this model's chat template writes calls in a form that is not read here; see model.tool_format")
-        if grammar_of(self.family, setting) is None:
-            demand = setting.choice.partition(":")[0]
-            if demand in ("required", "named"):
-                raise invalid("tool_choice", "only auto and none are supported: the output of this cluster cannot be constrained")
-            strict = next((i for i, tool in enumerate(setting.tools) if tool.strict), None)
-            if strict is not None:
-                raise invalid(f"tools[{strict}].function.strict", "must be false: the output of this cluster cannot be constrained")
+        self.demand(setting)
+
+    def demand(self, setting: Setting, prompt_end: str = "") -> "Demand | None":
+        """What an answer is held to: if calls are demanded, or a tool is strict. None: to nothing. `prompt_end`: as in `format`. Raises
+        INVALID_FIELD."""
+        if self.family is None or not demands(setting):
+            return None
+        one, tools, relaxed = named(setting), dict[str, Any](), list[str]()
+        for i, tool in enumerate(setting.tools):
+            if one in (None, tool.name):
+                reading = _read(tool, f"tools[{i}].function.parameters")
+                tools[tool.name] = reading.schema
+                relaxed += (f"tools[{i}].function.parameters {sentence}" for sentence in reading.dropped)
+        special = {name.decode(): id_ for id_, name in self.marks.items()}
+        opened = self.thinking is not None and is_open(self.thinking, prompt_end)
+        required = setting.choice != "auto"
+        text = lark(
+            self.family, tools, special, required=required, parallel=setting.parallel, thinking=self.thinking, opened=opened
+        )  # fmt: skip
+        if text is None:
+            strict = next((i for i, tool in enumerate(setting.tools) if tool.strict), 0)
+            field = "tool_choice" if required else f"tools[{strict}].function.strict"
+            raise invalid(field, f"calls in this model's form ({self.family.name}) cannot be demanded with these tools")
+        return Demand(Grammar("lark", text), tuple(relaxed))
 
     def format(self, setting: Setting, prompt_end: str, id_of: Callable[[int], str]) -> Format | None:
         """What is told apart in an answer; None: nothing. `prompt_end`: text of the last TAIL ids of the prompt."""
@@ -57,7 +79,7 @@ class Forms:
         one = named(setting)
         tools = {tool.name: tool.parameters or {} for tool in setting.offered if one in (None, tool.name)}
         opened = thinks is not None and is_open(thinks, prompt_end)
-        live = bool(tools) and self.family is not None and grammar_of(self.family, setting) is not None
+        live = bool(tools) and self.family is not None and demands(setting)
         return Format(self.family, tools, thinks, opened, live, setting.parallel, id_of)
 
     def call_id(self, request_id: str, prompt: bytes) -> Callable[[int], str]:
@@ -78,6 +100,22 @@ def _literals(family: Family | None) -> Iterator[str]:
             yield from (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()
 
 
-def grammar_of(family: Family, setting: Setting) -> str | None:
-    """The grammar that constrains an answer to calls of its tools; None: this cluster constrains nothing."""
-    return None
+@dataclass(frozen=True, slots=True)
+class Demand:
+    grammar: Grammar
+    relaxed: tuple[str, ...]  # what of the tools' schemas is not enforced; sentences with paths
+
+
+def demands(setting: Setting) -> bool:
+    """Whether an answer must call, or a call that it makes must fit a schema."""
+    return bool(setting.offered) and (setting.choice != "auto" or any(tool.strict for tool in setting.offered))
+
+
+def _read(tool: Tool, path: str) -> Reading:
+    """Raises INVALID_FIELD."""
+    if not tool.parameters:
+        return Reading({})
+    try:
+        return read_schema(json.dumps(tool.parameters), tool.strict)
+    except GrammarRefused as refused:
+        raise invalid(path, str(refused)) from None

@@ -12,12 +12,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from baton.engine.grammars.keywords import COMPACT
 from router.tools.arguments import kinds_of, property_of
 from router.tools.families import Family, Named, Objects, Style, Tagged
 from router.tools.thinking import Thinking
 
 TEXT = r"/(.|\n)*/"
 _RAW = {"type", "description", "title", "default", "examples", "enum"}  # what text between tags can follow
+_SPACED = {**COMPACT, "item_separator": ", ", "key_separator": ": "}  # as chat templates and models write JSON
 _EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -89,7 +91,7 @@ class _Written:
         return f"{name} "
 
     def json(self, schema: Any) -> str:
-        return self.rule(f"%json {json.dumps(schema if schema else _EMPTY)}")
+        return self.rule(f"%json {json.dumps({**(schema or _EMPTY), 'x-guidance': _SPACED})}")
 
 
 def _mark(style: Style) -> str:

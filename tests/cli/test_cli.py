@@ -509,7 +509,7 @@ def test_doctor_checks_everything_and_measures_the_transports(env: dict[str, str
     rc, out, err = baton(env, "doctor", "--json", *FREE_PORTS, within_s=170)
     assert (rc, err, out.count("\n")) == (0, "", 1)
     findings = {finding["subject"]: finding for finding in json.loads(out)}
-    assert set(findings) == {"python", "memory", "nixl", "tcp", "rdma", "redis", "ray", "ports", "torch", "products"}
+    assert set(findings) == {"python", "memory", "nixl", "tcp", "rdma", "redis", "ray", "ports", "gpus", "torch", "products"}
     for kind in ("nixl", "tcp"):
         assert findings[kind]["verdict"] == "ok"
         rate = re.match(r"([\d.]+) GB/s between two processes, \d+% of a plain copy; ", findings[kind]["detail"])

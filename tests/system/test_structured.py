@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from jsonschema import Draft202012Validator
 from live_cluster import Cluster, cluster, toy
@@ -81,6 +82,31 @@ async def test_a_refusal_reaches_the_client_with_the_path(running: Cluster) -> N
                 async for _ in stream:
                     pass
     assert caught.value.code == "INVALID_ARGUMENT" and "$.not" in str(caught.value)
+
+
+ADD: dict[str, Any] = {
+    "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "say": {"enum": ["yes", "no"]}},
+    "required": ["a", "say"], "additionalProperties": False,
+}  # fmt: skip
+
+
+async def test_a_call_that_is_demanded_comes_valid_and_the_stream_is_the_answer(running: Cluster) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": ADD}}, {"type": "function", "function": {"name": "time"}}]
+    asked: Any = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": 120, "temperature": 1.0}
+    async with openai.AsyncOpenAI(base_url=f"http://{running.http}/v1", api_key="none", max_retries=0) as sdk:
+        for seed, choice in enumerate(("required", "required", {"type": "function", "function": {"name": "add"}}), 1):
+            model = (await sdk.models.list()).data[0].id
+            told: Any = {**asked, "model": model, "tool_choice": choice, "seed": seed, "parallel_tool_calls": False}
+            whole = (await sdk.chat.completions.create(**told)).choices[0]
+            assert whole.finish_reason == "tool_calls" and not whole.message.content
+            (call,) = whole.message.tool_calls or []
+            assert call.type == "function" and call.function.name in ("add", "time")[: 2 if choice == "required" else 1]
+            if call.function.name == "add":
+                Draft202012Validator(ADD).validate(json.loads(call.function.arguments))
+            deltas = [chunk.choices[0].delta async for chunk in await sdk.chat.completions.create(**told, stream=True) if chunk.choices]
+            said = [part.function for delta in deltas for part in delta.tool_calls or [] if part.function is not None]
+            assert "".join(part.name or "" for part in said) == call.function.name
+            assert "".join(part.arguments or "" for part in said) == call.function.arguments
 
 
 def test_the_command_takes_each_form(running: Cluster, tmp_path: Path) -> None:

@@ -37,6 +37,12 @@ ANNOTATIONS = frozenset(
      "$anchor", "contentEncoding", "contentMediaType", "contentSchema")
 )  # fmt: skip
 
+# How the library writes a document. No white space: a small model may write it for ever.
+COMPACT: Any = {
+    "whitespace_flexible": False, "whitespace_pattern": None, "item_separator": ",", "key_separator": ":", "lenient": False,
+    "json_allowed_escapes": 'nrbtf\\"u', "json_allow_general_unicode_escapes": False,
+}  # fmt: skip
+
 _Node = dict[str, Any]
 
 

@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.engine.core.grammar import KINDS, Grammar, GrammarRefused
 from baton.engine.core.masks import Matcher, Words
 from baton.engine.facts.tokenizer_files import TokenizerFiles
-from baton.engine.grammars.keywords import MAX_BYTES, MAX_WRITTEN_OUT, Reading, joined, read_schema
+from baton.engine.grammars.keywords import COMPACT, MAX_BYTES, MAX_WRITTEN_OUT, Reading, joined, read_schema
 from baton.engine.grammars.repetition import written_out
 
 MAX_CHOICES = 5_000
@@ -35,11 +35,6 @@ _LIMITS: Any = llguidance.LLParserLimits(
     max_grammar_size=50_000,
     verbose_errors=False,  # a grammar is the client's: it belongs in no log
 )
-# No white space: a small model may write it for ever.
-_COMPACT: Any = {
-    "whitespace_flexible": False, "whitespace_pattern": None, "item_separator": ",", "key_separator": ":", "lenient": False,
-    "json_allowed_escapes": 'nrbtf\\"u', "json_allow_general_unicode_escapes": False,
-}  # fmt: skip
 
 
 class Vocabulary:
@@ -125,7 +120,7 @@ def _blamed(why: str, reading: Reading) -> str:
 
 
 def _written_schema(text: str, coerce: bool) -> str:
-    options: Any = {**_COMPACT, "coerce_one_of": coerce}
+    options: Any = {**COMPACT, "coerce_one_of": coerce}
     return LLMatcher.grammar_from_json_schema(text, overrides=options)
 
 
@@ -188,7 +183,7 @@ def _structural(text: str) -> str:
         if isinstance(inner, str):
             _check_size(inner)
         else:
-            inner = {**read_schema(json.dumps(inner)).schema, "x-guidance": _COMPACT}
+            inner = {**read_schema(json.dumps(inner)).schema, "x-guidance": COMPACT}
         made.append(llguidance.StructTag(trigger=tag["trigger"], begin=tag["begin"], grammar=inner, end=tag["end"]))
     return llguidance.StructTag.to_grammar(made, assume_special=False)
 

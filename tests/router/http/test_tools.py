@@ -15,6 +15,7 @@ from baton.cluster.config import Config
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.rpc import Tasks
 from baton.engine.options import ModelOptions
+from baton.models.make_small import make_toy
 from router.http.server import HttpServer
 from router.tokenizer import Tokenizer
 from router.tools.families import BY_NAME, FAMILIES
@@ -43,8 +44,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return toy_tokenizer(tmp_path_factory.mktemp("toy"))
 
 
-def house(tokenizer: Tokenizer, text: str, forms: Forms = HERMES, **script: Any) -> House:
-    return House(tokenizer, Script(ids=text.encode(), **{"finish": "stop", **script}), forms=forms)
+def house(tokenizer: Tokenizer, text: str, forms: Forms = HERMES, path: Path | None = None, **script: Any) -> House:
+    return House(tokenizer, Script(ids=text.encode(), **{"finish": "stop", **script}), forms=forms, path=path)
 
 
 def assembled(chunks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -189,14 +190,16 @@ CALLED = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "f
         ({"tools": [ADD, TIME, ADD]}, "tools[2].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools[0].function.parameters"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {}}, "strict": True}}]},
+         "tools[0].function.parameters"),
+        ({"tools": [TIME, {"type": "function", "function": {"name": "a", "parameters": {"type": 1}}}], "tool_choice": "required"},
+         "tools[1].function.parameters"),
+        ({"response_format": {"type": "json_object"}}, "response_format.json_schema.schema"),
         ({"tools": [{"type": "function", "function": {"name": "a", "description": "\ud800"}}]}, "tools"),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice.function.name"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tool_choice": "any"}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [*HELLO["messages"], RESULT]}, "messages[1].tool_call_id"),
         ({"messages": [*HELLO["messages"], RESULT, CALLED]}, "messages[1].tool_call_id"),
@@ -220,6 +223,38 @@ async def test_bad_input_is_refused_with_its_path(tokenizer: Tokenizer, fields: 
     answer = await made.post(CHAT, ASK | fields)
     assert answer.status == 400 and answer.error["param"] == param
     assert made.script.begun == []
+
+
+async def test_calls_are_demanded_by_a_grammar_of_the_tools(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """What the workers get. That they obey, and that what they may write is read, is shown by others."""
+    make_toy(tmp_path / "model")
+    text = CALL
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    one = {"type": "function", "function": {"name": "time"}}
+    for fields, named, required in (
+        ({"tool_choice": "required"}, ("add", "time"), True),
+        ({"tool_choice": one}, ("time",), True),
+        ({"tools": [strict, TIME]}, ("add", "time"), False),
+    ):
+        made = house(tokenizer, text, path=tmp_path / "model")
+        answer = await made.post(CHAT, ASK | fields)
+        assert answer.status == 200, answer.error
+        (request,) = made.script.begun
+        form = request.params.structured
+        assert form is not None and form.kind == "lark"
+        assert all((f'\\"name\\": \\"{name}\\"' in form.text) == (name in named) for name in ("add", "time"))
+        assert ("TEXT" not in form.text.partition("\n")[2].partition("\n")[0]) == required
+        assert answer.json["choices"][0]["finish_reason"] == "tool_calls" or named == ("time",)
+    for fields in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
+        made = house(tokenizer, text, path=tmp_path / "model")
+        await made.post(CHAT, ASK | fields)
+        assert made.script.begun[0].params.structured is None
+
+
+async def test_a_form_that_cannot_be_demanded_is_refused(tokenizer: Tokenizer) -> None:
+    made = house(tokenizer, "x", forms=Forms(BY_NAME["llama_pythonic"], templated=True))
+    answer = await made.post(CHAT, ASK | {"tool_choice": "required"})
+    assert answer.status == 400 and answer.error["param"] == "tool_choice" and "llama_pythonic" in answer.error["message"]
 
 
 async def test_a_last_message_goes_on_and_the_generation_prompt_can_be_left_out(tokenizer: Tokenizer) -> None:
