@@ -259,9 +259,9 @@ class GenerateService:
         served = self._served()
         relaxed = await self._check_form(ask, served, deadline)
         prompt = await self._tokenize(ask, deadline)
-        if ask.messages is not None and (demand := self._forms.demand(ask.setting, self._tokenizer.spelled(prompt[-TAIL:]))):
-            ask = replace(ask, sampling=replace(ask.sampling, structured=demand.grammar))
-            relaxed = await self._check_form(ask, served, deadline) + demand.relaxed
+        if ask.messages is not None:
+            ask, more = self._demanded(ask, self._tokenizer.spelled(prompt[-TAIL:]))
+            relaxed = (relaxed or await self._check_form(ask, served, deadline)) + more
         params, stops = resolve(ask, len(prompt), served.max_model_len, self._draws.seed())
         if stops:
             params = replace(params, stop_token_ids=params.stop_token_ids | self._tokenizer.stop_tokens(stops))
@@ -306,6 +306,15 @@ class GenerateService:
         except GrammarsBusy as error:
             raise BatonError(Reason.SATURATED, str(error)) from None
         return compiled.relaxed
+
+    def _demanded(self, ask: Ask, prompt_end: str) -> tuple[Ask, tuple[str, ...]]:
+        """With the form of the whole output: of calls that are demanded, and of thinking. And what of it is not enforced."""
+        form, relaxed = ask.sampling.structured, tuple[str, ...]()
+        if demand := self._forms.demand(ask.setting, prompt_end):
+            form, relaxed = demand.grammar, demand.relaxed
+        elif form is not None:
+            form = self._forms.beside_thinking(form, ask.setting, prompt_end)
+        return replace(ask, sampling=replace(ask.sampling, structured=form)), relaxed
 
     def _finished(self, request: Request, reason: FinishReason, text: Transcript, rest: Said) -> Finished:
         eos = self._model.served.eos_token_ids if self._model.served else frozenset()

@@ -13,7 +13,7 @@ from router.conversation import Setting, Tool, named
 from router.tokenizer import Tokenizer
 from router.tools import families, thinking
 from router.tools.families import GENERIC, Family
-from router.tools.grammar import lark
+from router.tools.grammar import after_thinking, lark
 from router.tools.reading import Format
 from router.tools.thinking import Thinking, is_open
 
@@ -59,17 +59,29 @@ class Forms:
                 reading = _read(tool, f"tools[{i}].function.parameters")
                 tools[tool.name] = reading.schema
                 relaxed += (f"tools[{i}].function.parameters {sentence}" for sentence in reading.dropped)
-        special = {name.decode(): id_ for id_, name in self.marks.items()}
         opened = self.thinking is not None and is_open(self.thinking, prompt_end)
         required = setting.choice != "auto"
         text = lark(
-            self.family, tools, special, required=required, parallel=setting.parallel, thinking=self.thinking, opened=opened
+            self.family, tools, self._special, required=required, parallel=setting.parallel, thinking=self.thinking, opened=opened
         )  # fmt: skip
         if text is None:
             strict = next((i for i, tool in enumerate(setting.tools) if tool.strict), 0)
             field = "tool_choice" if required else f"tools[{strict}].function.strict"
             raise invalid(field, f"calls in this model's form ({self.family.name}) cannot be demanded with these tools")
         return Demand(Grammar("lark", text), tuple(relaxed))
+
+    def beside_thinking(self, form: Grammar, setting: Setting, prompt_end: str) -> Grammar:
+        """The form that the whole output has, if `form` is that of the answer. Raises INVALID_FIELD."""
+        if self.thinking is None or not setting.splits_reasoning:
+            return form
+        found = after_thinking(form, self.thinking, is_open(self.thinking, prompt_end), self._special)
+        if found is None:
+            raise invalid("sampling.structured", f"kind {form.kind} has no place after this model's thinking; switch that off")
+        return found
+
+    @property
+    def _special(self) -> dict[str, int]:
+        return {name.decode(): id_ for id_, name in self.marks.items()}
 
     def format(self, setting: Setting, prompt_end: str, id_of: Callable[[int], str]) -> Format | None:
         """What is told apart in an answer; None: nothing. `prompt_end`: text of the last TAIL ids of the prompt."""

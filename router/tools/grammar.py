@@ -4,7 +4,7 @@ finds, with the arguments that the tools' schemas demand.
     auto       text, and where the family's mark comes, a call
     required   calls alone
 
-Control tokens are named by their id, because no text of a grammar matches them.
+Control tokens are named by their id, because no text of a grammar matches them. Whatever form an answer has begins where thinking ends.
 """
 
 import json
@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from baton.engine.grammars.keywords import COMPACT
+from baton.engine.core.grammar import Grammar
+from baton.engine.grammars.keywords import COMPACT, read_schema
 from router.tools.arguments import kinds_of, property_of
 from router.tools.families import Family, Named, Objects, Style, Tagged
 from router.tools.thinking import Thinking
@@ -53,6 +54,25 @@ def lark(
         body = f"(head {calls} TEXT | TEXT)"
     start = f"{_thought(thinking, opened, written)}{body}"
     return "\n".join(["%llguidance {}", f"start: {start}", *written.rules, f"TEXT: {TEXT}", ""])
+
+
+def after_thinking(form: Grammar, thinking: Thinking, opened: bool, special: Mapping[str, int]) -> Grammar | None:
+    """The same form, where thinking has ended, or begins nowhere. None: a grammar of the client's own has no place in another one. Raises
+    GrammarRefused."""
+    written = _Written(special)
+    match form.kind:
+        case "json_schema" | "json":
+            reading = read_schema(form.text or '{"type": "object"}', form.strict)
+            body = written.rule(f"%json {json.dumps({**reading.schema, 'x-guidance': {**COMPACT, 'coerce_one_of': not form.strict}})}")
+        case "choice":
+            body = written.rule(" | ".join(map(json.dumps, json.loads(form.text))))
+        case "regex":
+            slashes = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], form.text)
+            body = written.rule("/" + slashes.replace("\n", "\\n") + "/")
+        case _:
+            return None
+    start = f"{_thought(thinking, opened, written)}{body}"
+    return Grammar("lark", "\n".join(["%llguidance {}", f"start: {start}", *written.rules, f"TEXT: {TEXT}", ""]))
 
 
 class _Written:

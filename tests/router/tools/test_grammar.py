@@ -3,19 +3,19 @@
 import json
 from typing import Any
 
+import llguidance
 import pytest
 import tokenizers
 from each import for_each
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from tool_calls import written
 
+from baton.engine.core.grammar import Grammar, GrammarRefused
 from router.tools.delta import Message
 from router.tools.families import BY_NAME, FAMILIES
-from router.tools.grammar import lark
+from router.tools.grammar import after_thinking, lark
 from router.tools.reading import Format, read
 from router.tools.thinking import THINK
-
-llguidance = pytest.importorskip("llguidance")
 
 SCHEMA = {
     "type": "object",
@@ -99,3 +99,26 @@ def test_marks_that_are_control_tokens_are_named_by_their_ids() -> None:
     assert allowed(thinks, f"<think>hm</think>\n{call}", made, ll) and allowed(thinks, call, made, ll)
     opened = lark(BY_NAME["mistral"], TOOLS, ids, required=True, thinking=THINK, opened=True)
     assert allowed(opened, f"hm</think>{call}", made, ll) and not allowed(opened, call, made, ll)
+
+
+@for_each([
+    (Grammar("json_schema", json.dumps(SCHEMA)), '{"note":"a"}', '{"x":1}'),
+    (Grammar("json", ""), '{"b":[1]}', "[1]"),
+    (Grammar("choice", '["yes","n\\"o"]'), 'n"o', "maybe"),
+    (Grammar("regex", r"[a-c/]+\/?\d"), "ab/7", "ab/"),
+])  # fmt: skip
+def test_a_form_begins_where_thinking_ends(case: tuple[Grammar, str, str]) -> None:
+    form, right, wrong = case
+    closed, opened = (after_thinking(form, THINK, whether, {}) for whether in (False, True))
+    assert closed is not None and opened is not None
+    for text in (right, f"<think>{wrong} or {right}</think>\n{right}"):
+        assert allowed(closed.text, text), text
+    assert allowed(opened.text, f"hm {wrong}</think>{right}") and not allowed(opened.text, right)
+    for text in (wrong, f"<think>hm</think>{wrong}", f"<think>{right}"):
+        assert not allowed(closed.text, text), text
+
+
+def test_a_grammar_of_the_clients_own_has_no_place_after_thinking() -> None:
+    assert after_thinking(Grammar("lark", "start: /a/"), THINK, False, {}) is None
+    with pytest.raises(GrammarRefused, match=r"\$\.not"):
+        after_thinking(Grammar("json_schema", '{"not": {}}'), THINK, False, {})
