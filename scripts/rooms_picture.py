@@ -65,7 +65,7 @@ BOXES = {
     "baton.engine.cpu": Box(6, 6, "engine", "compiled kernels"),
     "baton.engine.model": Box(5, 7, "engine", "families, plain torch"),
     "baton.engine.facts": Box(5, 8, "engine", "a folder's files"),
-    "baton.engine.grammars": Box(6, 8, "engine", "masks of tokens"),
+    "baton.engine.grammars": Box(6, 7, "engine", "masks of tokens"),
     "engine.options": Box(6, 9, "engine", "keys and defaults"),
     "baton.engine.core": Box(5, 10, "engine", "scheduler, blocks"),
 }
