@@ -40,7 +40,7 @@ ANNOTATIONS = frozenset(
 # How the library writes a document. No white space: a small model may write it for ever.
 COMPACT: Any = {
     "whitespace_flexible": False, "whitespace_pattern": None, "item_separator": ",", "key_separator": ":", "lenient": False,
-    "json_allowed_escapes": 'nrbtf\\"u', "json_allow_general_unicode_escapes": False,
+    "json_allowed_escapes": 'nrbtf\\"u',
 }  # fmt: skip
 
 _Node = dict[str, Any]
