@@ -18,6 +18,7 @@ from baton.cluster.handoff import Handoff
 from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from baton.cluster.rpc import Answering, Context, Server, abort
 from baton.engine.core.block_key import MAX_EVENT_KEYS
+from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import SamplingParams
 from baton.simulate.memory_registry import MemoryRegistry
 from baton.v1 import generation_pb2, worker_pb2_grpc
@@ -263,11 +264,13 @@ async def test_every_sampling_parameter_reaches_the_worker() -> None:
         )
         assert await prefill(workers, d0, request(), 5) == FirstToken(Token(5), b"h", None, 16, 1.0, 2.0)
         sampling = worker.prefills[0].job.sampling
-        plain = {f.name: getattr(sampling, f.name) for f in sampling.DESCRIPTOR.fields if not f.is_repeated}
+        plain = {f.name: getattr(sampling, f.name) for f in sampling.DESCRIPTOR.fields if not f.is_repeated and f.message_type is None}
         lists: dict[str, Any] = {"stop_token_ids": frozenset(sampling.stop_token_ids), "logit_bias": dict(sampling.logit_bias)}
         assert SamplingParams(**plain, **lists) == PARAMS
         await prefill(workers, d0, request(params=replace(PARAMS, logprobs=None)), 5)
-        assert not worker.prefills[1].job.sampling.HasField("logprobs")
+        assert not worker.prefills[1].job.sampling.HasField("logprobs") and not sampling.HasField("structured")
+        await prefill(workers, d0, request(params=replace(PARAMS, structured=Grammar("regex", "a+", strict=False))), 5)
+        assert worker.prefills[2].job.sampling.structured == generation_pb2.Structured(kind="regex", text="a+", strict=False)
 
 
 async def test_a_long_prompt_is_opened_before_its_first_token() -> None:

@@ -142,7 +142,7 @@ BAD: dict[str, tuple[bytes | pb.GenerateRequest, list[str]]] = {
     "unknown stop token": (ask(stop_token_ids=[1, 999]), ["sampling.stop_token_ids[1]"]),
     # F101: conversations
     "no messages": (ask(messages=[]), ["chat.messages"]),
-    "unknown role": (ask(messages=chat(("user", "x"), ("tool", "x"))), ["chat.messages[1].role"]),
+    "unknown role": (ask(messages=chat(("user", "x"), ("critic", "x"))), ["chat.messages[1].role"]),
     "no role": (ask(messages=chat(("", "x"))), ["chat.messages[0].role"]),
     "10000 messages": (ask(messages=chat(*[("user", "x")] * 10_000)), ["chat.messages"]),
     # several mistakes in one request

@@ -158,9 +158,10 @@ def test_models_are_listed_and_request_ids_returned(client: openai.OpenAI) -> No
         ({"model": "other"}, openai.NotFoundError, "model", "model_not_found"),
         ({"temperature": -1}, openai.BadRequestError, "temperature", "invalid_value"),
         ({"max_tokens": CONTEXT}, openai.BadRequestError, "max_tokens", "context_length_exceeded"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools", "unsupported_parameter"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, openai.BadRequestError, "tools[0].function.name", "invalid_value"),
         ({"response_format": {"type": "xml"}}, openai.BadRequestError, "response_format", "invalid_value"),
-        ({"extra_body": {"guided_json": {}}}, openai.BadRequestError, "guided_json", "unknown_parameter"),
+        ({"extra_body": {"guided_json": {"not": {}}}}, openai.BadRequestError, "guided_json", "invalid_value"),
+        ({"extra_body": {"guided_yaml": {}}}, openai.BadRequestError, "guided_yaml", "unknown_parameter"),
         ({"messages": [{"role": "user", "content": "x" * 2000}]}, openai.BadRequestError, "messages", "context_length_exceeded"),
     ],
 )

@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import math
 import random
+from collections import defaultdict
 from dataclasses import dataclass
 
 import pytest
@@ -327,7 +328,7 @@ def test_only_newly_begun_blocks_are_zeroed() -> None:
 
 def test_kernels_work_without_a_place_to_cache_them(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(kernel, "place_of", lambda file: None)
-    monkeypatch.setattr(kernel, "_numbers", itertools.count(1))
+    monkeypatch.setattr(kernel, "_numbers", defaultdict(lambda: itertools.count(1)))
 
     def first_two_are_one(pointer):  # type: ignore[no-untyped-def]
         carray(pointer, 2)[1] = carray(pointer, 2)[0]

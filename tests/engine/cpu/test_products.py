@@ -188,7 +188,7 @@ def test_the_switch_and_the_choice_say_who_multiplies(by: str, kind: torch.dtype
         pytest.skip("no VNNI")
     called: list[str] = []
     monkeypatch.setattr(compiled_ops, "choice", lambda kind: Choice(by, {by: [1.0] * len(ROWS)}))
-    for module, whose in ((panels, "baton"), (onednn, "onednn")):
+    for module, whose in ((panels, "baton"), (int8, "baton"), (onednn, "onednn")):
         for name in ("multiplier", "int8_multiplier", "packed", "packed_int8"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, noted(getattr(module, name), whose, called))
