@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.cpu import compiled_ops, panels, products
+from baton.engine.cpu import compiled_ops, int8, panels, products
 from baton.engine.cpu.compiled_ops import CompiledOps
 from baton.engine.cpu.kernel_cache import Place
 from baton.engine.cpu.products import CANDIDATES, ROWS, Choice, decide, measured
