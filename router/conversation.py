@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
 from baton.cluster.errors import Violation, invalid
 
@@ -100,7 +100,8 @@ def data_of(setting: Setting) -> Iterator[str]:
             yield from _words(parsed(call.arguments))
 
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+EFFORTS: tuple[str, ...] = get_args(Effort)
 _SWITCHES = ("enable_thinking", "thinking")
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag, WithJsonSchema
 
-from router.conversation import EFFORTS, MAX_TOOLS, Aside, Call, Setting, Tool
+from router.conversation import EFFORTS, MAX_TOOLS, Aside, Call, Effort, Setting, Tool
 from router.http.body import Body, Boolean, Rule, String, Whatever, neutral, sized
 from router.http.errors import bad_value
 from router.validate import Limits
@@ -92,7 +92,7 @@ class Conversing(Body):
         str | dict[str, Any] | None,
         Rule('must be "none", "auto", "required", or an object that names a tool'),
     ] = None
-    reasoning_effort: Annotated[str | None, Rule("must be a string"), WithJsonSchema({"enum": [*EFFORTS, None]})] = None
+    reasoning_effort: Annotated[Effort | None, Rule(f"must be one of {', '.join(EFFORTS)}")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Rule("must be an object")] = None
     add_generation_prompt: Boolean = None
     continue_final_message: Boolean = None
