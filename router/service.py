@@ -248,7 +248,9 @@ class GenerateService:
             request, text = plan.request, plan.text
             entry.request, entry.trace.step = request, ""
             async with self._charged(ask.tenant, plan), aclosing(self._run(request, text)) as events:
-                facts = (request.id, self.model_name, request.prompt_len, request.params)
+                # What the client sends back to go on: its own form, not the one that follows from tools and thinking.
+                told = replace(request.params, structured=ask.sampling.structured)
+                facts = (request.id, self.model_name, request.prompt_len, told)
                 yield Accepted(*facts, plan.stops, plan.receipt, request.resumed, text.shown, plan.relaxed)
                 async for event in events:
                     if isinstance(event, Finished):
@@ -257,11 +259,12 @@ class GenerateService:
 
     async def _make_plan(self, ask: Ask, receipt: Receipt | None, deadline: float, trace: Trace) -> _Plan:
         served = self._served()
-        relaxed = await self._check_form(ask, served, deadline)
+        form, relaxed = ask.sampling.structured, await self._check_form(ask, served, deadline)
         prompt = await self._tokenize(ask, deadline)
         if ask.messages is not None:
             ask, more = self._demanded(ask, self._tokenizer.spelled(prompt[-TAIL:]))
-            relaxed = (relaxed or await self._check_form(ask, served, deadline)) + more
+            if ask.sampling.structured is not form:
+                relaxed = (relaxed or await self._check_form(ask, served, deadline)) + more
         params, stops = resolve(ask, len(prompt), served.max_model_len, self._draws.seed())
         if stops:
             params = replace(params, stop_token_ids=params.stop_token_ids | self._tokenizer.stop_tokens(stops))
@@ -314,6 +317,8 @@ class GenerateService:
             form, relaxed = demand.grammar, demand.relaxed
         elif form is not None:
             form = self._forms.beside_thinking(form, ask.setting, prompt_end)
+        if form is ask.sampling.structured:
+            return ask, relaxed
         return replace(ask, sampling=replace(ask.sampling, structured=form)), relaxed
 
     def _finished(self, request: Request, reason: FinishReason, text: Transcript, rest: Said) -> Finished:

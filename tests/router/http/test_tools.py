@@ -237,8 +237,9 @@ async def test_calls_are_demanded_by_a_grammar_of_the_tools(tokenizer: Tokenizer
         ({"tools": [strict, TIME]}, ("add", "time"), False),
     ):
         made = house(tokenizer, text, path=tmp_path / "model")
-        answer = await made.post(CHAT, ASK | fields)
+        answer = await made.post(CHAT, ASK | fields | {"return_sampling": True})
         assert answer.status == 200, answer.error
+        assert "structured_outputs" not in answer.json["choices"][0].get("sampling", {}), "a client that sends it back would be refused"
         (request,) = made.script.begun
         form = request.params.structured
         assert form is not None and form.kind == "lark"
