@@ -2,15 +2,14 @@
 as a model of it says."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from baton.clock import loop_time
 from baton.engine.core.commands import Commands
-from baton.engine.core.contract import EngineStopped, Listener
+from baton.engine.core.contract import Listener
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.protocol import Chunk, Tokens
@@ -61,12 +60,12 @@ class ModelledRunner:
 class ModelledEngine(Commands):
     """A `baton.engine.core.contract.ServingEngine` that needs no thread: a task of the event loop steps it."""
 
+    _wake: asyncio.Event
+
     def __init__(self, runner: ModelledRunner, limits: Limits, listener: Listener, tokenizer_fingerprint: str = "") -> None:
         max_len = min(runner.max_positions, runner.pool.num_blocks * runner.layout.block_size)
-        super().__init__(Engine(runner, limits, max_len), tokenizer_fingerprint)
+        super().__init__(Engine(runner, limits, max_len), listener, tokenizer_fingerprint)
         self._runner = runner
-        self._listener = listener
-        self._commands: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = deque()
         self._wake = asyncio.Event()
         self._laps = 0
         self._busy_since: float | None = None
@@ -75,18 +74,6 @@ class ModelledEngine(Commands):
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    async def call(self, function: Callable[[Engine], T]) -> T:
-        if self._task is None or self._task.done():
-            raise EngineStopped("the engine has stopped")
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._commands.append((function, future))
-        self._wake.set()
-        return await future
-
-    def tell(self, function: Callable[[Engine], object]) -> None:
-        self._commands.append((function, None))
-        self._wake.set()
-
     def activity(self) -> tuple[int, float | None, float | None]:
         return self._laps, self._busy_since, None
 
@@ -94,16 +81,19 @@ class ModelledEngine(Commands):
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        while self._commands:
-            _, future = self._commands.popleft()
-            if future is not None and not future.done():
-                future.set_exception(EngineStopped("the engine has stopped"))
 
     async def _run(self) -> None:
+        try:
+            await self._work()
+        finally:
+            self._stopped = True
+            self._refuse()
+
+    async def _work(self) -> None:
         engine = self._engine
         while True:
             while self._commands:
-                self._execute(*self._commands.popleft())
+                self._execute()
             if engine.idle:
                 self._wake.clear()
                 await self._wake.wait()
@@ -113,7 +103,7 @@ class ModelledEngine(Commands):
             outputs = engine.step(loop_time())
             await asyncio.sleep(self._runner.step_s)
             self._busy_since = None
-            self._publish()
+            self._publish_cache()
             if outputs:
                 self._listener.on_step(outputs)
             elif not self._runner.step_s:
@@ -128,19 +118,5 @@ class ModelledEngine(Commands):
         except TimeoutError:
             pass
 
-    def _execute(self, function: Callable[[Engine], T], future: "asyncio.Future[T] | None") -> None:
-        try:
-            value = function(self._engine)
-        except Exception as error:
-            if future is None:
-                raise
-            if not future.done():
-                future.set_exception(error)
-        else:
-            if future is not None and not future.done():
-                future.set_result(value)
-        self._publish()
-
-    def _publish(self) -> None:
-        if events := self._cache_events():
-            self._listener.on_cache(events)
+    def _post(self, function: Callable[..., None], *args: object) -> None:
+        function(*args)

@@ -1,11 +1,14 @@
 """The commands of our own engine: each is a function that runs between two of its steps."""
 
+import asyncio
+import threading
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from baton.engine.core.contract import CacheEvent, Facts, Grammars, Traits, cache_events
+from baton.engine.core.contract import EngineStopped, Facts, Grammars, Listener, Traits, cache_events
 from baton.engine.core.engine import Engine, Malformed, QueueFull, learn
 from baton.engine.core.grammar import GrammarRefused, GrammarsBusy
 from baton.engine.core.sequence import Sequence
@@ -29,11 +32,17 @@ def facts(engine: Engine) -> Facts:
 
 
 class Commands:
-    """What a caller may ask of an engine, as functions that run between two of its steps. Who runs the engine says how (`call`, `tell`)."""
+    """What a caller may ask of an engine, as functions that run between two of its steps. Who runs the engine sets `_wake`, calls
+    `_execute` while there are `_commands`, and says how something is told to the event loop (`_post`)."""
 
-    def __init__(self, engine: Engine, tokenizer_fingerprint: str = "", grammars: Grammars | None = None) -> None:
+    _wake: threading.Event | asyncio.Event
+
+    def __init__(self, engine: Engine, listener: Listener, tokenizer_fingerprint: str = "", grammars: Grammars | None = None) -> None:
         """`grammars`: who prepares them; without, a sequence that has one is refused."""
         self._engine = engine
+        self._listener = listener
+        self._commands: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = deque()  # without a future, no caller waits
+        self._stopped = False
         self._grammars = grammars
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self.pool = engine.runner.pool
@@ -41,11 +50,17 @@ class Commands:
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Runs `function(engine)`. Its exception is raised here. A cancelled caller's command still runs. Raises EngineStopped."""
-        raise NotImplementedError
+        if self._stopped:
+            raise EngineStopped("the engine has stopped")
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._commands.append((function, future))
+        self._wake.set()
+        return await future
 
     def tell(self, function: Callable[[Engine], object]) -> None:
         """Runs `function(engine)` without waiting: for clean-up, which must not be cancelled. It must not raise."""
-        raise NotImplementedError
+        self._commands.append((function, None))
+        self._wake.set()
 
     async def _prepare(self, seq: Sequence) -> None:
         """Compiles the grammar of a sequence, off the engine's thread. Raises Malformed or QueueFull."""
@@ -119,8 +134,44 @@ class Commands:
     async def snapshot(self) -> tuple[int, list[bytes]]:
         return await self.call(lambda engine: (self._cache_sequence, engine.pool.sealed_keys()))
 
-    def _cache_events(self) -> list[CacheEvent]:
-        """What the prefix cache has gained and lost since the last call."""
+    def _execute(self) -> None:
+        """Runs the oldest command."""
+        function, future = self._commands.popleft()
+        try:
+            value = function(self._engine)
+        except Exception as error:
+            if future is None:
+                raise
+            self._publish_cache()
+            self._post(_fail, future, error)
+        else:
+            self._publish_cache()
+            if future is not None:
+                self._post(_resolve, future, value)
+
+    def _publish_cache(self) -> None:
         events = cache_events(self._engine.pool.drain_changes(), self._cache_sequence)
         self._cache_sequence += len(events)
-        return events
+        if events:
+            self._post(self._listener.on_cache, events)
+
+    def _refuse(self) -> None:
+        """Runs on the event loop, as `call` does: an earlier command is refused here, and `call` refuses a later one."""
+        while self._commands:
+            _, future = self._commands.popleft()
+            if future is not None:
+                _fail(future, EngineStopped("the engine has stopped"))
+
+    def _post(self, function: Callable[..., None], *args: object) -> None:
+        """Calls `function(*args)` on the event loop, after what was posted before."""
+        raise NotImplementedError
+
+
+def _resolve(future: "asyncio.Future[T]", value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: "asyncio.Future[T]", error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -8,12 +8,11 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from baton.engine.core.commands import Commands
-from baton.engine.core.contract import EngineStopped, Grammars, Listener
+from baton.engine.core.contract import Grammars, Listener
 from baton.engine.core.engine import Engine, Output
 
 T = TypeVar("T")
@@ -24,13 +23,12 @@ JOIN_S = 5.0  # a thread that hangs in a step cannot be stopped: the process exi
 class EngineLoop(Commands):
     """Our own engine, as workers see it (`baton.engine.core.contract.ServingEngine`). `on_batch` is called in the engine's thread."""
 
+    _wake: threading.Event
+
     def __init__(self, engine: Engine, listener: Listener, tokenizer_fingerprint: str = "", grammars: Grammars | None = None) -> None:
-        super().__init__(engine, tokenizer_fingerprint, grammars)
-        self._listener = listener
-        self._commands: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any] | None]] = deque()  # without a future, no caller waits
+        super().__init__(engine, listener, tokenizer_fingerprint, grammars)
         self._wake = threading.Event()
         self._closing = False
-        self._stopped = False
         self._laps = 0
         self._busy_since: float | None = None
         self._cpu_clock: int | None = None
@@ -40,18 +38,6 @@ class EngineLoop(Commands):
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
-
-    async def call(self, function: Callable[[Engine], T]) -> T:
-        if self._stopped:
-            raise EngineStopped("the engine has stopped")
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._commands.append((function, future))
-        self._wake.set()
-        return await future
-
-    def tell(self, function: Callable[[Engine], object]) -> None:
-        self._commands.append((function, None))
-        self._wake.set()
 
     def activity(self) -> tuple[int, float | None, float | None]:
         cpu_s = 0.0 if self._engine.runner.on_device else None
@@ -73,7 +59,7 @@ class EngineLoop(Commands):
             while not self._closing:
                 while self._commands:
                     self._begin()
-                    self._execute(*self._commands.popleft())
+                    self._execute()
                 if self._engine.idle:
                     self._rest()
                     continue
@@ -105,13 +91,6 @@ class EngineLoop(Commands):
             self._listener.on_batch(time.monotonic() - began, counts.computed_tokens - tokens, counts.chunks - chunks)
         return outputs
 
-    def _refuse(self) -> None:
-        """Runs on the event loop, as `call` does: an earlier command is refused here, and `call` refuses a later one."""
-        while self._commands:
-            _, future = self._commands.popleft()
-            if future is not None:
-                _fail(future, EngineStopped("the engine has stopped"))
-
     def _rest(self) -> None:
         self._busy_since = None
         now = time.monotonic()
@@ -121,34 +100,7 @@ class EngineLoop(Commands):
         self._wake.wait(timeout=CHECK_EVERY_S)
         self._wake.clear()
 
-    def _execute(self, function: Callable[[Engine], T], future: "asyncio.Future[T] | None") -> None:
-        try:
-            value = function(self._engine)
-        except Exception as error:
-            if future is None:
-                raise
-            self._publish_cache()
-            self._post(_fail, future, error)
-        else:
-            self._publish_cache()
-            if future is not None:
-                self._post(_resolve, future, value)
-
-    def _publish_cache(self) -> None:
-        if events := self._cache_events():
-            self._post(self._listener.on_cache, events)
-
     def _post(self, function: Callable[..., None], *args: object) -> None:
         # The event loop is closed only while the process exits, and then no code waits for the call.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
-
-
-def _resolve(future: "asyncio.Future[T]", value: T) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _fail(future: "asyncio.Future[T]", error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)

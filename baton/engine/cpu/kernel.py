@@ -201,9 +201,10 @@ def {name}(pointer):
 def c_function(function: Callable[[Any], None]) -> Any:
     """Compiles `function`, or loads what some process compiled before."""
     file = Path(function.__code__.co_filename)
+    group = group_of(file)
     if file.parent == HERE:
-        compile_apart(group_of(file))
-    place, group = place_of(file), group_of(file)
+        compile_apart(group)
+    place = place_of(file)
     number = next(_numbers[group])
     if place is None:
         if number == 1 and group == ALL:

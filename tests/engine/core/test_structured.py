@@ -14,6 +14,7 @@ from late_toy import LateEngine, LateToy
 
 from baton.engine.core.block_key import root_key
 from baton.engine.core.commands import Commands
+from baton.engine.core.contract import Listener
 from baton.engine.core.engine import Engine, Malformed, Output
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvPool
@@ -212,13 +213,14 @@ async def test_a_worker_without_grammars_refuses_and_keeps_nothing() -> None:
         async def call(self, function: Any) -> Any:
             return function(self._engine)
 
+    silent = Listener(lambda outputs: None, lambda events: None, lambda error: None)
     engine = make("engine")
     seq = sequence("x", [1], FORMS[0])
     seq.matcher = None
     with pytest.raises(Malformed, match="structured"):
-        await Direct(engine).add(seq)
+        await Direct(engine, silent).add(seq)
     with pytest.raises(Malformed, match="structured"):
-        await Direct(engine).reserve(seq)
+        await Direct(engine, silent).reserve(seq)
     assert not engine.sequences
 
 
