@@ -1,21 +1,18 @@
 """The routes of the HTTP door. One request, top to bottom:
 
-    __call__     its id; every failure becomes an error object
-    _caller      API key → tenant
-    _body        type, size, time
-    openai_in    JSON → one Ask for each choice
-    _events      the service's events of all choices, as they arrive
-    openai_out   events → one answer, or chunks
-
-The status is sent with the first token, so a failure before it gets its own status. After that, the error object is the last event of
-the stream, and [DONE] does not follow.
+__call__     its id; every failure becomes an error object
+_caller      API key → tenant
+_body        type, size, time
+Api.read     JSON → one Ask for each choice
+_events      the service's events of all choices, as they arrive
+Api.writer   events → one answer, or the events of a stream
 """
 
 import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -33,16 +30,18 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys
 from baton.cluster.page_server import Headers as RawHeaders
 from baton.cluster.page_server import Page
-from router.http import openai_in
+from router.http import openai_in, openai_out
+from router.http.api import Api, Writer
 from router.http.encoding import IDENTITY, check_encoding, unpack
 from router.http.errors import HttpError, bad_value, to_http, to_json
 from router.http.event_id import HEADER, Numbering, asks_for_ids, last_event, resume
+from router.http.event_stream import EventStream, chunks
 from router.http.openai_in import Asked, Caller
-from router.http.openai_out import REASONING, Writer
+from router.http.openai_out import REASONING
 from router.http.openapi import document
 from router.http.pieces import InPieces, gather, list_of_ids, members
 from router.http.stream import ClientGone, merge, while_connected
-from router.service import Event, GenerateService, Part, Pieces, parts
+from router.service import Event, GenerateService, Pieces, parts
 from router.tokenizer import Tokenizer
 from router.turn_budget import TurnBudget
 from router.validate import MAX_REQUEST_ID, Ask
@@ -51,9 +50,6 @@ log = logging.getLogger(__name__)
 REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/+=@-]{{1,{MAX_REQUEST_ID - 8}}}")  # leaves room for the number of a choice
 AT_ONCE_BYTES = 64 << 10  # a longer body is read in a thread: others then wait for one step at a time, not for all of them
 TIMEOUT_HEADER = "x-request-timeout-ms"
-DONE = b"data: [DONE]\n\n"
-_STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
-ReadBody = Callable[[bytes, Caller], Asked]
 T = TypeVar("T")
 
 
@@ -81,6 +77,8 @@ class HttpDoor:
         self._metrics = metrics
         self._budget = budget or TurnBudget()
         self._reasoning = REASONING if config.reasoning_field == "both" else (config.reasoning_field,)
+        self._chats = openai_out.api(openai_in.chat, self._writer)
+        self._completions = openai_out.api(openai_in.completion, self._writer)
         self._created = int(time.time())
         self._document = to_json(document())
         routes = [
@@ -98,6 +96,9 @@ class HttpDoor:
             *([] if metrics is None else [Route("/metrics", self._scrape)]),
         ]
         self._router = Router(routes, redirect_slashes=False)
+
+    def _writer(self, asked: Asked, request_id: str) -> Writer:
+        return openai_out.Writer(asked, self._tokenizer, request_id, self._service.model_name, reasoning=self._reasoning)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id", "")
@@ -120,27 +121,31 @@ class HttpDoor:
             if started:  # EventStream has already told the client
                 raise
             refusal = self._refusal(error)
-            response = _json(refusal.body, refusal.status, refusal.headers)
+            response = _json(self._api_of(scope["path"]).refusal(refusal), refusal.status, refusal.headers)
             await response(scope, receive, tell)
 
     async def _chat(self, request: Request) -> Response:
-        return await self._generate(request, openai_in.chat)
+        return await self._generate(request, self._chats)
 
     async def _completion(self, request: Request) -> Response:
-        return await self._generate(request, openai_in.completion)
+        return await self._generate(request, self._completions)
 
-    async def _generate(self, request: Request, read: ReadBody) -> Response:
+    def _api_of(self, path: str) -> Api:
+        """Whose refusals the clients of a path read."""
+        return self._chats
+
+    async def _generate(self, request: Request, api: Api) -> Response:
         caller = self._caller(request)
-        asked = await self._read(request, lambda body: read(body, caller))
+        asked = await self._read(request, lambda body: api.read(body, caller))
         last = last_event(request.headers.get(HEADER)) if asked.stream else None
         if last is not None:
             chosen = caller.request_id == request.headers.get("x-request-id")
             asked = resume(asked, last, caller.request_id if chosen else "")
         events = self._events(asked, _timeout_s(request))
-        writer = Writer(asked, self._tokenizer, caller.request_id, self._service.model_name, reasoning=self._reasoning)
+        writer = api.writer(asked, caller.request_id)
         if asked.stream:
             numbering = Numbering(asked, last) if last is not None or asks_for_ids(asked, request.headers) else None
-            return EventStream(_chunks(events, writer, numbering), self._longest_s, self._refusal)
+            return EventStream(api, chunks(api, events, writer, numbering), self._longest_s, self._refusal)
         async with while_connected(request.receive, self._longest_s), aclosing(events):
             async for index, event in events:
                 for part in parts(event):
@@ -288,65 +293,6 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         return app
     told = ("x-request-id", "retry-after")
     return CORSMiddleware(app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=told)
-
-
-class EventStream(Response):
-    """Server-sent events. The status is sent with the first event; an earlier error of `chunks` is raised to the caller."""
-
-    def __init__(self, chunks: AsyncGenerator[bytes, None], within_s: float, refusal: Callable[[BaseException], HttpError]) -> None:
-        super().__init__(headers=_STREAM_HEADERS)
-        del self.headers["content-length"]
-        self._chunks = chunks
-        self._within_s = within_s
-        self._refusal = refusal
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started, last = False, DONE
-        try:
-            async with while_connected(receive, self._within_s), aclosing(self._chunks) as chunks:
-                async for chunk in chunks:
-                    if not started:
-                        started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            if not started:  # a resumed stream of which the client had everything but the end
-                started = True
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        except (Exception, asyncio.CancelledError) as error:
-            if not started:
-                raise
-            last = _event(self._refusal(error).body)
-        await send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-async def _chunks(
-    events: AsyncGenerator[tuple[int, Event], None], writer: Writer, numbering: Numbering | None
-) -> AsyncGenerator[bytes, None]:
-    """`numbering`: None for a stream whose events have no ids."""
-    async with aclosing(events):
-        async for index, event in events:
-            if data := b"".join(_part(part, index, writer, numbering) for part in parts(event)):
-                yield data
-    if data := _written(writer.end(), numbering):
-        yield data
-    if numbering is not None:
-        numbering.end()
-
-
-def _part(part: Part, index: int, writer: Writer, numbering: Numbering | None) -> bytes:
-    if numbering is not None:
-        numbering.take(part)
-    return _written(writer.chunks(index, part), numbering)
-
-
-def _written(values: Iterable[Any], numbering: Numbering | None) -> bytes:
-    if numbering is None:
-        return b"".join(map(_event, values))
-    return b"".join(_event(value, id_) for value in values if (id_ := numbering.next()) is not None)
-
-
-def _event(value: Any, id_: str = "") -> bytes:
-    return b"data: " + to_json(value) + (b"\nid: " + id_.encode() if id_ else b"") + b"\n\n"
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

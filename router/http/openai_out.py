@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.engine.core.sampling import FIELDS
+from router.http import api as api_
 from router.http.errors import bad_value, to_json
 from router.http.forms import written
-from router.http.openai_in import Asked
+from router.http.openai_in import Asked, Caller
 from router.http.pieces import list_of, list_of_ids, members
 from router.request import Token
 from router.service import Accepted, Finished, Part, Piece
@@ -177,6 +178,14 @@ def _calls_in(deltas: Sequence[Delta]) -> list[_Json]:
             entry = entries.setdefault(delta.index, {"index": delta.index, "function": {"arguments": ""}})
             entry["function"]["arguments"] += delta.text
     return list(entries.values())
+
+
+def api(read: Callable[[bytes, Caller], Asked], writer: Callable[[Asked, str], api_.Writer]) -> api_.Api:
+    return api_.Api(read, writer, _event, b"data: [DONE]\n\n", lambda refusal: refusal.body)
+
+
+def _event(value: _Json, id_: str) -> bytes:
+    return b"data: " + to_json(value) + (b"\nid: " + id_.encode() if id_ else b"") + b"\n\n"
 
 
 class Writer:
