@@ -43,3 +43,16 @@ def unpacked(words: Words, vocab_size: int) -> "np.ndarray[Any, np.dtype[np.uint
     """`[V]`: 1 for an allowed token. Tokens beyond the mask are not allowed."""
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size]
     return bits if len(bits) == vocab_size else np.pad(bits, (0, vocab_size - len(bits)))
+
+
+def stacked(forms: Seq[Words | None], vocab_size: int) -> "np.ndarray[Any, np.dtype[np.int32]] | None":
+    """`[rows, ceil(V / 32)]`, in which a row without a form allows everything; None if no row has one."""
+    if all(words is None for words in forms):
+        return None
+    width = -(-vocab_size // WORD)
+    rows = np.full((len(forms), width), -1, np.int32)
+    for row, words in zip(rows, forms, strict=True):
+        if words is not None:
+            row[:] = 0
+            row[: len(words)] = words[:width]
+    return rows

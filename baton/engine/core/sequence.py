@@ -99,7 +99,7 @@ class Sequence:
         return self.params.max_tokens - self.output_len
 
     def words(self, eos: frozenset[int]) -> Words | None:
-        """The tokens that may be sampled next; None for all. An end that comes too early is not among them, unless nothing else is."""
+        """The tokens that may be sampled next; None for all, NOTHING for none. An early end is not among them, unless nothing else is."""
         if self.matcher is None:
             return None
         words = self.matcher.mask(self.tokens[self.prompt_len :])

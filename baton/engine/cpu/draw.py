@@ -16,27 +16,47 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from baton.engine.core.sampling import GOLDEN, MIXERS, noise_key
+from baton.engine.core.masks import WORD, Words, stacked
+from baton.engine.core.sampling import GOLDEN, GREEDY_BELOW, MIXERS, noise_key
 from baton.engine.core.sequence import Sequence
-from baton.engine.cpu.kernel import floats, int64s, kernel
+from baton.engine.cpu.kernel import floats, int32s, int64s, kernel
 from baton.engine.cpu.primitives import SUMS, exp, magnitude, share
 from baton.engine.cpu.softmax import greatest_of
 
 PASSES = ((20, 31), (10, 20), (0, 10))  # the lowest of the bits that a pass looks at, and the one after the highest
 RACE = 1024  # tokens that get noise at a time
+NEVER = np.float32(-math.inf)
 SLACK = 1 + 2.0**-16  # more than a weight's error
 STEP, MIX, MIX_MORE = np.uint64(GOLDEN), *(np.uint64(each) for each in MIXERS)
 
 
-def draw(scores: Tensor, rows: Seq[int], seqs: Seq[Sequence]) -> list[int]:
+def draw(scores: Tensor, rows: Seq[int], seqs: Seq[Sequence], forms: Seq[Words | None]) -> list[int]:
     """A `baton.engine.model.sampler.Draw` of float32 scores."""
     params = [seq.params for seq in seqs]
-    limits = np.array([(p.temperature, p.top_p, p.min_p, p.top_a) for p in params], np.float32)
+    limits = np.array([(p.temperature if p.temperature >= GREEDY_BELOW else 0.0, p.top_p, p.min_p, p.top_a) for p in params], np.float32)
     counts = np.array([(row, p.top_k) for row, p in zip(rows, params, strict=True)], np.int64)
     keys = np.array([noise_key(seq.params.seed, len(seq.tokens)) for seq in seqs], np.uint64).view(np.int64)
     ids = np.empty(len(rows), np.int64)
-    _draw(scores.contiguous(), *(torch.from_numpy(each) for each in (limits, counts, keys, ids)))
+    allowed = None if (words := stacked(forms, scores.shape[1])) is None else torch.from_numpy(words)
+    _draw(scores.contiguous(), allowed, *(torch.from_numpy(each) for each in (limits, counts, keys, ids)))
     return ids.tolist()
+
+
+@njit
+def _hold(row, words, held):
+    """`row` without what `words` do not allow."""
+    for w in range(len(words)):
+        bits, first = words[w], w * WORD
+        for b in range(min(WORD, len(row) - first)):
+            held[first + b] = row[first + b] if (bits >> b) & 1 else NEVER
+
+
+@njit
+def _first(row, score):
+    for i in range(len(row)):
+        if row[i] == score:
+            return i
+    return -1
 
 
 @njit(fastmath=SUMS, error_model="numpy")
@@ -114,18 +134,28 @@ def _race(scaled, weights, least, key):
 @kernel(
     "rows * width",
     scores=floats("all_rows", "width"),
+    allowed=int32s("rows", f"(width + {WORD - 1}) // {WORD}", optional=True),
     limits=floats("rows", "4"),
     counts=int64s("rows", "2"),
     keys=int64s("rows"),
     ids=int64s("rows"),
 )
-def _draw(scores, limits, counts, keys, ids, rows, width):
+def _draw(scores, allowed, limits, counts, keys, ids, rows, width, has_allowed):
     first, last = share(rows)
-    scaled, weights = np.empty(width, np.float32), np.empty(width, np.float32)
+    scaled, weights, held = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width if has_allowed else 0, np.float32)
+    words = (width + WORD - 1) // WORD
     for r in range(first, last):
-        row, top_k = counts[2 * r], counts[2 * r + 1]
+        at, top_k = counts[2 * r], counts[2 * r + 1]
         temperature, top_p, min_p, top_a = limits[4 * r], limits[4 * r + 1], limits[4 * r + 2], limits[4 * r + 3]
-        total = _weigh(scores[row * width : (row + 1) * width], temperature, scaled, weights)
+        row = scores[at * width : (at + 1) * width]
+        if has_allowed:
+            _hold(row, allowed[r * words : (r + 1) * words], held)
+            row = held
+            best = greatest_of(row, width)
+            if temperature == 0 or best == NEVER:
+                ids[r] = -1 if best == NEVER else _first(row, best)
+                continue
+        total = _weigh(row, temperature, scaled, weights)
         # The best probability is 1 / total. So min_p is a least e^score, and top_a / total is one.
         least = np.float32(math.log(max(min_p, np.float32(top_a / total))))
         if 0 < top_k < width:

@@ -80,8 +80,8 @@ def int64s(*dims: str) -> Array:
     return Array(torch.int64, "int64", dims)
 
 
-def int32s(*dims: str) -> Array:
-    return Array(torch.int32, "int32", dims)
+def int32s(*dims: str, optional: bool = False) -> Array:
+    return Array(torch.int32, "int32", dims, optional=optional)
 
 
 def bfloat16s(*dims: str) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.core.masks import WORD
+from baton.engine.core.masks import NOTHING, WORD
 from baton.engine.core.sampling import GREEDY_BELOW, Sampled, SamplingParams, noise_key
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.device import upload
@@ -133,7 +133,7 @@ class Sampler:
         """What a grammar forbids has no score; the masks are made while the device computes, and travel packed. And the rows for which
         nothing is allowed, whose scores do not change."""
         forms = {i: words for i, seq in enumerate(seqs) if seq.matcher is not None and (words := seq.words(self._eos)) is not None}
-        denied = frozenset(i for i, words in forms.items() if not words.any())
+        denied = frozenset(i for i, words in forms.items() if words is NOTHING)
         if not (rows := [i for i in forms if i not in denied]):
             return scores, denied
         packed = upload(np.stack([forms[i] for i in rows]), self._device)  # [r, ceil(V / 32)] int32

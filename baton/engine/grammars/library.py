@@ -4,7 +4,7 @@ The library has no limit of time. Its fuel bounds the work of a phase, the walk 
 where counted repetitions cost most, is made with the compilation, so that no step of an engine pays for it.
 
 A mask may be narrower than what the library accepts afterwards: where the text is forced, only the canonical token is in it. So guesses are
-judged by masks, like everything else, and `consume_token` only moves on.
+judged by masks, like everything else, and `try_consume_tokens` only moves on.
 """
 
 import json
@@ -241,10 +241,9 @@ class Follower:
             same = 0
         del self._seen[same:]
         new = list(output[same:])
-        taken = self._at.validate_tokens(new) if new else 0
-        if taken and self._at.consume_tokens(new[:taken]):
-            self._seen += new[:taken]
-        elif taken or self._at.is_error():
+        taken = self._at.try_consume_tokens(new) if new else 0
+        self._seen += new[:taken]
+        if self._at.is_error():
             self.failure = _short(self._at.get_error())
             self._restart()
         return len(self._seen) == len(output)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.core.masks import Words, allows
+from baton.engine.core.masks import NOTHING, Words, allows, stacked
 from baton.engine.core.protocol import NonFiniteLogits, NothingAllowed
 from baton.engine.core.sampling import GOLDEN, GREEDY_BELOW, MIXERS, Sampled, SamplingParams, noise_key
 from baton.engine.core.sequence import Sequence
@@ -32,8 +32,9 @@ WIDEN = 8  # times as many
 NOISE_ELEMENTS = 1 << 16  # noise is made for this many tokens at a time, so that its dozen passes stay in the cache
 
 
-# (scores [B, V], rows to draw from, their sequences) → token ids: `draw_plainly`, or the same faster.
-Draw = Callable[[Tensor, Seq[int], Seq[Sequence]], list[int]]
+# (scores [B, V], rows to draw from, their sequences, what each may be) → token ids: `draw_plainly`, or the same faster. A greedy row
+# gets the first of the likeliest tokens, and one whose form allows nothing that is likelier than never gets -1.
+Draw = Callable[[Tensor, Seq[int], Seq[Sequence], Seq[Words | None]], list[int]]
 
 
 def sample(
@@ -51,7 +52,7 @@ def sample(
     if min(best) < 0:
         raise NonFiniteLogits([seq.id for seq, token in zip(seqs, best, strict=True) if token < 0])
     forms = {i: words for i, seq in enumerate(seqs) if seq.matcher is not None and (words := seq.words(eos_token_ids)) is not None}
-    if empty := [seqs[i].id for i, words in forms.items() if not words.any()]:
+    if empty := [seqs[i].id for i, words in forms.items() if words is NOTHING]:
         raise NothingAllowed(empty)
     if all(_takes_greatest(seq.params) for seq in seqs) and all(allows(words, best[i]) for i, words in forms.items()):
         return [Sampled(token) for token in best]
@@ -76,12 +77,13 @@ def _sample(
     logits: Tensor, best: list[int], seqs: Seq[Sequence], eos_token_ids: frozenset[int], draw: Draw, forms: Mapping[int, Words]
 ) -> list[Sampled]:
     scores = _adjusted(logits, seqs, eos_token_ids)
-    if forms:
-        scores = _held_to(forms, scores.clone() if scores is logits else scores, seqs)
     tokens = best if scores is logits else scores.argmax(dim=-1).tolist()
-    drawn = _rows(seqs, lambda p: p.temperature >= GREEDY_BELOW)
+    drawn = [i for i, seq in enumerate(seqs) if seq.params.temperature >= GREEDY_BELOW or (i in forms and not allows(forms[i], tokens[i]))]
     if drawn:
-        for i, token in zip(drawn, draw(scores, drawn, [seqs[i] for i in drawn]), strict=True):
+        found = draw(scores, drawn, [seqs[i] for i in drawn], [forms.get(i) for i in drawn])
+        if dead := [seqs[i].id for i, token in zip(drawn, found, strict=True) if token < 0]:
+            raise NothingAllowed(dead)
+        for i, token in zip(drawn, found, strict=True):
             tokens[i] = token
     return _answers(logits, seqs, tokens)
 
@@ -152,24 +154,27 @@ def _stop_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozense
     return params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids
 
 
-def _held_to(forms: Mapping[int, Words], scores: Tensor, seqs: Seq[Sequence]) -> Tensor:
-    """Changes `scores` in rows that have a form. Those of a form that allows nothing likelier than never are an error."""
-    rows = list(forms)
-    allowed = np.unpackbits(np.stack(list(forms.values())).view(np.uint8), axis=1, count=scores.shape[1], bitorder="little")
-    held = scores[rows].masked_fill_(torch.from_numpy(allowed == 0).to(scores.device), -torch.inf)
-    dead = (held.amax(dim=-1) == -torch.inf).tolist()
-    if any(dead):
-        raise NothingAllowed([seqs[row].id for row, empty in zip(rows, dead, strict=True) if empty])
-    scores[rows] = held
-    return scores
-
-
 # --- the draw ------------------------------------------------------------------------------------------------------------------------
 
 
-def draw_plainly(scores: Tensor, rows: Seq[int], seqs: Seq[Sequence]) -> list[int]:
+def draw_plainly(scores: Tensor, rows: Seq[int], seqs: Seq[Sequence], forms: Seq[Words | None]) -> list[int]:
     """Draws from softmax(scores / temperature) under the filters."""
     scores = scores[torch.tensor(rows, device=scores.device)]
+    words, vocab = stacked(forms, scores.shape[1]), scores.shape[1]
+    if words is not None:
+        allowed = np.unpackbits(words.view(np.uint8), axis=1, count=vocab, bitorder="little")
+        scores.masked_fill_(torch.from_numpy(allowed == 0).to(scores.device), -torch.inf)
+    best = scores.max(dim=-1)
+    tokens = best.indices.where(best.values > -torch.inf, -1).tolist()
+    alive = [i for i, seq in enumerate(seqs) if tokens[i] >= 0 and seq.params.temperature >= GREEDY_BELOW]
+    if alive:
+        for i, token in zip(alive, _drawn(scores[torch.tensor(alive, device=scores.device)], [seqs[i] for i in alive]), strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _drawn(scores: Tensor, seqs: Seq[Sequence]) -> list[int]:
+    """`scores` `[R, V]`, of rows that are not greedy."""
     # Relative to the best token, so that no temperature overflows.
     scaled = (scores - scores.amax(dim=-1, keepdim=True)) / _column([seq.params.temperature for seq in seqs], scores)
     for least in (_least_top(scaled, seqs), _least_min_p(scaled, seqs), _least_top_a(scaled, seqs)):

@@ -158,7 +158,10 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "norm_heads": (half(3, 2, 8), half(2, 8), 1e-5),
     "to_logits": (half(3, 8), torch.zeros(3, 8), 0.0),
     "greatest": (torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)),
-    "draw": (torch.zeros(5, 8), torch.ones(3, 4), torch.ones(3, 2, dtype=torch.int64), torch.arange(3), torch.zeros(3, dtype=torch.int64)),
+    "draw": (
+        torch.zeros(5, 8), torch.full((3, 1), -1, dtype=torch.int32), torch.ones(3, 4), torch.ones(3, 2, dtype=torch.int64),
+        torch.arange(3), torch.zeros(3, dtype=torch.int64),
+    ),
     "quantize": (half(3, 8), torch.zeros(3, 8, dtype=torch.uint8), torch.zeros(3)),
     "dequantize": (torch.zeros(3, 8), torch.zeros(3), half(8), half(3, 8)),
     "attend": (

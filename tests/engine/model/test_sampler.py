@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.engine.core.masks import Words, allows
 from baton.engine.core.protocol import NonFiniteLogits, NothingAllowed
 from baton.engine.core.sampling import SamplingParams, mix64, noise_key
 from baton.engine.core.sequence import Sequence
@@ -249,7 +250,21 @@ def test_both_draws_give_the_same_tokens(vocab: int) -> None:
     logits[40:, 1:] = logits[40:, 1:].masked_fill(logits[40:, 1:] < -1, -torch.inf)
     rows = [i for i in range(60) if i % 7]
     drawn = [seqs[i] for i in rows]
-    assert compiled_draw(logits, rows, drawn) == plain_draw(logits, rows, drawn)
+    free: list[Words | None] = [None] * len(rows)
+    assert compiled_draw(logits, rows, drawn, free) == plain_draw(logits, rows, drawn, free)
+    rng = np.random.default_rng(vocab)
+    forms = [None if i % 5 == 0 else packed(rng.random(vocab) < (0.9, 0.1, 2 / vocab, 0.0)[i % 4]) for i in rows]
+    for seq in drawn[::3]:
+        seq.params = replace(seq.params, temperature=0.0)
+    found = compiled_draw(logits, rows, drawn, forms)
+    assert found == plain_draw(logits, rows, drawn, forms)
+    for token, words in zip(found, forms, strict=True):
+        assert words is None or (allows(words, token) if token >= 0 else not words.any())
+
+
+def packed(allowed: "np.ndarray[Any, np.dtype[np.bool_]]") -> Words:
+    bits = np.packbits(allowed, bitorder="little")
+    return np.pad(bits, (0, -len(bits) % 4)).view(np.int32)
 
 
 @pytest.mark.parametrize("selected", [1, 10, VOCAB])
@@ -393,12 +408,11 @@ def test_a_form_that_allows_nothing_is_never_ignored() -> None:
             assert caught.value.sequence_ids == ["held"]
 
 
-def test_a_greedy_row_whose_best_token_is_allowed_changes_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_greedy_row_whose_best_token_is_allowed_is_not_drawn() -> None:
     def never(*arguments: Any) -> Any:
-        raise AssertionError("nothing has to be masked")
+        raise AssertionError("nothing has to be drawn")
 
     logits = random_logits(1, 5)
     seq = sequence(GREEDY)
     seq.matcher = Allows([int(logits.argmax()), 2])
-    monkeypatch.setattr("baton.engine.model.sampler._held_to", never)
-    assert sample(logits, [seq], EOS)[0].token == int(logits.argmax())
+    assert sample(logits, [seq], EOS, draw=never)[0].token == int(logits.argmax())
