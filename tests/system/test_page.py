@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from live_cluster import Cluster, cluster, toy, toy_output
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from baton.cli.up import SHIPPED, TRY
 from baton.client import Client
@@ -166,6 +166,38 @@ def test_an_answer_is_shown_as_text_and_never_as_html(page: Page) -> None:
     page.click("#send")
     expect(page.locator("#answer")).to_have_text("<b id=x>")
     assert page.locator("#answer b").count() == 0
+
+
+def test_the_playground_shows_thinking_runs_calls_and_sends_their_results_back(page: Page) -> None:
+    """The calls are run in the browser. Their pieces may come in any number of events."""
+    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "calculate", "arguments": ""}}
+    pieces = ['{"expression": ', '"(2 + 3) * -4 / 8"}']
+    first = [
+        {"reasoning": "Let me ", "reasoning_content": "Let me "},
+        {"reasoning_content": "compute."},
+        {"tool_calls": [call]},
+        *({"tool_calls": [{"index": 0, "function": {"arguments": piece}}]} for piece in pieces),
+        {"tool_calls": [call | {"index": 1, "id": "c2", "function": {"name": "calculate", "arguments": '{"expression": "alert(1)"}'}}]},
+    ]
+    bodies: list[dict[str, Any]] = []
+
+    def answer(route: Route) -> None:
+        bodies.append(json.loads(route.request.post_data or ""))
+        deltas = first if len(bodies) == 1 else [{"content": "It is <b>-2.5</b>."}]
+        events = [json.dumps({"choices": [{"delta": delta}]}) for delta in deltas]
+        route.fulfill(body="".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]))
+
+    page.route("**/v1/chat/completions", answer)
+    page.check("#tools")
+    page.click("#send")
+    expect(page.locator("#answer")).to_contain_text("It is <b>-2.5</b>.")
+    expect(page.locator("#answer .thoughts")).to_have_text("Let me compute.")
+    computed = 'calculate {"expression": "(2 + 3) * -4 / 8"} → -2.5'
+    refused = re.compile(r'"alert\(1\)"} → error: only numbers')
+    expect(page.locator("#answer .call")).to_have_text([computed, refused])
+    assert [tool["function"]["name"] for tool in bodies[0]["tools"]] == ["calculate", "time"]
+    assert [message["role"] for message in bodies[1]["messages"]] == ["user", "assistant", "tool", "tool"]
+    assert [message.get("tool_call_id") for message in bodies[1]["messages"][2:]] == ["c1", "c2"]
 
 
 def ask_at_once(live: Cluster, name: str, max_tokens: int, timeout_ms: int = 60_000) -> int:

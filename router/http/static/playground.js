@@ -1,6 +1,8 @@
 // Asks the model through the HTTP door, and shows the stages of the answer.
 import { $, bar, bytes, count, get, headers, make, time } from "./show.js";
+import { offered, run } from "./tools.js";
 
+const MAX_ROUNDS = 8; // of calls, before the model must answer
 let asking = null;
 
 export function showPlayground() {
@@ -16,25 +18,15 @@ async function ask() {
   $("send").textContent = "Stop";
   const answer = $("answer");
   answer.className = "";
-  answer.textContent = "";
+  answer.replaceChildren();
   $("stages").replaceChildren();
   try {
-    const body = {
-      messages: [{ role: "user", content: $("prompt").value }], stream: true,
-      max_tokens: Number($("max_tokens").value), temperature: Number($("temperature").value),
-    };
-    const response = await fetch("v1/chat/completions", {
-      method: "POST", headers: { "content-type": "application/json", ...headers() }, body: JSON.stringify(body), signal: asking.signal,
-    });
-    if (!response.ok) throw new Error((await response.json()).error.message);
-    for await (const data of events(response.body)) {
-      if (data === "[DONE]") break;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new Error(chunk.error.message);
-      answer.append(chunk.choices[0]?.delta.content ?? "");
+    const messages = [{ role: "user", content: $("prompt").value }];
+    for (let left = $("tools").checked ? MAX_ROUNDS : 0; ; left--) {
+      const said = await turn(messages, answer, left > 0);
+      if (!said.tool_calls.length) break;
+      messages.push(said, ...said.tool_calls.map((call) => called(call, answer)));
     }
-    const id = response.headers.get("x-request-id");
-    if (id) await showStages(id);
   } catch (error) {
     if (error.name !== "AbortError") {
       answer.className = "bad";
@@ -44,6 +36,44 @@ async function ask() {
     asking = null;
     $("send").textContent = "Send";
   }
+}
+
+// Returns what the assistant said, as a message of the next request.
+async function turn(messages, answer, mayCall) {
+  const body = { messages, stream: true, max_tokens: Number($("max_tokens").value), temperature: Number($("temperature").value) };
+  if ($("tools").checked) Object.assign(body, { tools: offered, tool_choice: mayCall ? "auto" : "none" });
+  const response = await fetch("v1/chat/completions", {
+    method: "POST", headers: { "content-type": "application/json", ...headers() }, body: JSON.stringify(body), signal: asking.signal,
+  });
+  if (!response.ok) throw new Error((await response.json()).error.message);
+  const said = { role: "assistant", content: "", tool_calls: [] };
+  let thoughts = null;
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") break;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Error(chunk.error.message);
+    const delta = chunk.choices[0]?.delta ?? {};
+    if (delta.reasoning ?? delta.reasoning_content) {
+      if (!thoughts) answer.append((thoughts = make("span", { class: "thoughts", title: "thinking" })));
+      thoughts.append(delta.reasoning ?? delta.reasoning_content);
+    }
+    for (const { index, ...call } of delta.tool_calls ?? []) {
+      if (call.id) said.tool_calls[index] = call;
+      else said.tool_calls[index].function.arguments += call.function.arguments;
+    }
+    said.content += delta.content ?? "";
+    answer.append(delta.content ?? "");
+  }
+  const id = response.headers.get("x-request-id");
+  if (id) await showStages(id);
+  return said;
+}
+
+// Runs a call and shows it. Returns its result as a message.
+function called(call, answer) {
+  const result = run(call.function.name, call.function.arguments);
+  answer.append(make("span", { class: "call", title: "a call and its result" }, `${call.function.name} ${call.function.arguments} → ${result}`));
+  return { role: "tool", tool_call_id: call.id, content: result };
 }
 
 async function* events(stream) {
