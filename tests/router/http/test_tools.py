@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import shutil
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,6 +37,7 @@ ARGUMENTS = {"x": 12345678901234567890, "note": 'é🌸 "quoted" \\ }'}
 CALL = f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': ARGUMENTS}, ensure_ascii=False)}\n</tool_call>"
 TWO = f'I add.\n{CALL}\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>'
 PAGE = Path(__file__).parents[3] / "docs" / "tools.md"
+NPM_PACKAGE = "openai@6.49.0"
 HERMES = Forms(BY_NAME["hermes"])
 ASK = HELLO | {"tools": [ADD, TIME], "seed": 1}
 
@@ -178,6 +181,32 @@ async def test_the_example_of_the_page_runs(tokenizer: Tokenizer, capsys: pytest
         await asyncio.to_thread(exec, code.replace("http://127.0.0.1:8000/v1", str(sdk.base_url)).replace('"tale"', '"toy"'), {})
     id_, name, arguments = capsys.readouterr().out.strip().split(" ", 2)
     assert id_.startswith("call_") and name == "add" and json.loads(arguments) == ARGUMENTS
+
+
+@pytest.fixture(scope="module")
+def npm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with OpenAI's package for Node."""
+    if not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("there is no Node")
+    folder = tmp_path_factory.mktemp("npm")
+    install = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), NPM_PACKAGE]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        pytest.skip(f"npm cannot install {NPM_PACKAGE}: {done.stderr.strip()[:200]}")
+    return folder
+
+
+async def test_the_example_for_node_runs(tokenizer: Tokenizer, npm_folder: Path) -> None:
+    code = PAGE.read_text().partition("```js\n")[2].partition("```")[0]
+    made = house(tokenizer, CALL)
+    async with client(made) as sdk:
+        file = npm_folder / "example.mjs"
+        file.write_text(code.replace("http://127.0.0.1:8000/v1", str(sdk.base_url)).replace('"tale"', '"toy"'))
+        running = await asyncio.create_subprocess_exec("node", str(file), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        async with asyncio.timeout(60):
+            told, wrong = await running.communicate()
+    id_, name, arguments = told.decode().strip().split(" ", 2)
+    assert id_.startswith("call_") and name == "add" and json.loads(arguments) == ARGUMENTS and not wrong
 
 
 RESULT = {"role": "tool", "tool_call_id": "c", "content": "1"}
