@@ -53,6 +53,7 @@ ARROWS = {
         "baton.engine.core",
         "baton.engine.defaults",
         "baton.engine.facts",
+        "baton.engine.grammars",
         "baton.engine.machine",
         "baton.engine.model.sampler",
         "baton.engine.options",

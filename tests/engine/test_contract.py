@@ -6,6 +6,8 @@ The KV of a held sequence is copied block by block into the reserved blocks of a
 
 import asyncio
 import importlib.util
+import json
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,28 @@ import pytest
 import pytest_asyncio
 from engine_bench import BLOCK, PROMPT, VLLM_DEVICE, VLLM_INVARIANT, Bench, started
 from host_pool import on_host
+from tokenizers import Tokenizer
 
 from baton.engine.core.block_key import extend_keys, root_key
 from baton.engine.core.contract import EngineStopped
 from baton.engine.core.engine import Malformed, QueueFull, Refused, TooLong
+from baton.engine.core.grammar import Grammar
 from baton.engine.core.sequence import Finish, State
 from baton.engine.options import Options
 from baton.models.make_small import make_toy
 
 TALE = Path(__file__).resolve().parents[2] / "baton" / "models" / "tale"
+FORM = Grammar(
+    "json_schema",
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {"colour": {"enum": ["red", "green"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+            "required": ["colour", "n"],
+            "additionalProperties": False,
+        }
+    ),
+)
 MAX_LEN, MAX_QUEUE, CHUNK = 512, 12, 64  # PROMPT is computed in three chunks
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here (make test-vllm)")
 KINDS = ["toy", "tale", pytest.param("vllm", marks=needs_vllm)]
@@ -42,6 +57,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     if request.param == "vllm":
         options = options.but(kind="vllm", device=VLLM_DEVICE, vllm={"enforce_eager": True}, batch_invariant=VLLM_INVARIANT)
     made = await started(options)
+    made.tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     made.separates_output = request.param == "tale"
     yield made
     await made.quiet()
@@ -77,6 +93,47 @@ async def test_a_stream_cut_anywhere_goes_on_with_the_same_tokens(bench: Bench, 
     for cut in (1, 9, 23):
         again = bench.seq(PROMPT + whole[:cut], len(PROMPT), **params)
         assert await bench.run(again) == whole[cut:], cut
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.5, "seed": 4}, {"temperature": 1.0, "min_tokens": 30}])
+async def test_a_form_holds_the_output_wherever_the_stream_is_cut(bench: Bench, params: dict[str, Any]) -> None:
+    """Beside a sequence without one. A holder's first token has it, too."""
+    eos, how = next(iter(bench.engine.traits.eos_token_ids)), {**params, "structured": FORM, "max_tokens": 60, "ignore_eos": False}
+    free = bench.seq(PROMPT, temperature=1.0, seed=9, max_tokens=60)
+    await bench.engine.add(free)
+    seq = bench.seq(PROMPT, **how)
+    whole = await bench.run(seq)
+    assert bench.of(seq)[-1].finish is Finish.STOP and whole[-1] == eos and len(await bench.ended(free)) == 60
+    document = json.loads(bench.text(whole[:-1]))
+    assert document["colour"] in ("red", "green") and 0 <= document["n"] <= 99
+    for cut in (1, len(whole) // 2, len(whole) - 1):
+        assert await bench.run(bench.seq(PROMPT + whole[:cut], len(PROMPT), **how)) == whole[cut:], cut
+    holder = bench.seq(PROMPT, hold=True, salt="form", **how)
+    assert await bench.run(holder) == whole[:1]
+    bench.engine.forget(holder.id)
+    await bench.quiet()
+
+
+async def test_a_form_that_cannot_be_held_is_refused(bench: Bench) -> None:
+    for form, output in ((Grammar("json_schema", '{"not": {}}'), []), (Grammar("regex", "("), []), (FORM, [7])):
+        with pytest.raises(Malformed, match="structured"):
+            await bench.engine.add(bench.seq(PROMPT + output, len(PROMPT), structured=form))
+    await bench.quiet()
+
+
+async def test_a_form_with_which_nothing_can_go_on_ends_its_sequence_alone(bench: Bench) -> None:
+    """None of the tokens that it allows can be."""
+    if bench.engine.traits.eos_token_ids == {256}:
+        pytest.skip("the toy knows no logit_bias")
+    beside = bench.seq(PROMPT, temperature=1.0, seed=9)
+    await bench.engine.add(beside)
+    tokens = [bench.token(digit) for digit in "0123456789"]
+    seq = bench.seq(PROMPT, structured=Grammar("regex", "[0-9]{3}"), logit_bias=dict.fromkeys(tokens, -math.inf), ignore_eos=False)
+    await bench.engine.add(seq)
+    await bench.until(lambda: any(output.failure or output.finish for output in bench.of(seq)))
+    assert "the grammar allows no token" in (bench.of(seq)[-1].failure or "")
+    assert len(await bench.ended(beside)) == 24
+    await bench.quiet()
 
 
 async def test_sequences_beside_each_other_get_their_own_tokens(bench: Bench) -> None:

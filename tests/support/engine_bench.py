@@ -30,6 +30,7 @@ class Bench:
     failures: list[BaseException] = field(default_factory=list)
     batches: list[tuple[float, int, int]] = field(default_factory=list)
     made: int = 0
+    tokenizer: Any = None  # of the model
     separates_output: bool = False  # see `baton.engine.core.protocol.Runner`
 
     def seq(self, tokens: list[int], prompt_len: int | None = None, hold: bool = False, salt: str = "", **params: Any) -> Sequence:
@@ -43,6 +44,14 @@ class Bench:
 
     def tokens(self, seq: Sequence) -> list[int]:
         return [output.sampled.token for output in self.of(seq) if output.sampled is not None]
+
+    def text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens))
+
+    def token(self, text: str) -> int:
+        """The token that is exactly this text."""
+        [token] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return int(token)
 
     async def until(self, condition: Any) -> None:
         async with asyncio.timeout(WITHIN_S):

@@ -31,6 +31,18 @@ def facts(engine: Engine) -> Facts:
     )
 
 
+async def prepare(grammars: Grammars | None, seq: Sequence) -> None:
+    """Compiles the grammar of a sequence, off the engine's thread. Raises Malformed or QueueFull."""
+    if seq.params.structured is None or seq.matcher is not None or grammars is None:
+        return
+    try:
+        seq.matcher = await grammars.ready(seq.params.structured, seq.tokens[seq.prompt_len :])
+    except GrammarRefused as error:
+        raise Malformed(f"structured: {error}") from None
+    except GrammarsBusy as error:
+        raise QueueFull(str(error)) from None
+
+
 class Commands:
     """What a caller may ask of an engine, as functions that run between two of its steps. Who runs the engine sets `_wake`, calls
     `_execute` while there are `_commands`, and says how something is told to the event loop (`_post`)."""
@@ -62,17 +74,6 @@ class Commands:
         self._commands.append((function, None))
         self._wake.set()
 
-    async def _prepare(self, seq: Sequence) -> None:
-        """Compiles the grammar of a sequence, off the engine's thread. Raises Malformed or QueueFull."""
-        if seq.params.structured is None or seq.matcher is not None or self._grammars is None:
-            return
-        try:
-            seq.matcher = await self._grammars.ready(seq.params.structured, seq.tokens[seq.prompt_len :])
-        except GrammarRefused as error:
-            raise Malformed(f"structured: {error}") from None
-        except GrammarsBusy as error:
-            raise QueueFull(str(error)) from None
-
     @property
     def traits(self) -> Traits:
         engine, runner = self._engine, self._engine.runner
@@ -87,11 +88,11 @@ class Commands:
         )
 
     async def add(self, seq: Sequence) -> None:
-        await self._prepare(seq)
+        await prepare(self._grammars, seq)
         await self.call(lambda engine: engine.add(seq))
 
     async def reserve(self, seq: Sequence) -> bool:
-        await self._prepare(seq)
+        await prepare(self._grammars, seq)
         return await self.call(lambda engine: engine.reserve(seq))
 
     async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None) -> None:

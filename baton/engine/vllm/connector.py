@@ -8,6 +8,7 @@ in here ends vLLM's engine, and with it the worker: its sequences go on elsewher
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from baton.engine.core.blocks import CacheChange
+from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import DTYPE_BYTES
 from baton.engine.vllm.block_events import BlockEvents
+from baton.engine.vllm.forms import forms_of
 from baton.engine.vllm.ledger import KEY, PUBLISHER, Ledger, Order, Pairs, StepNews
 from baton.engine.vllm.link import Leash, RankReport
 
@@ -134,6 +137,12 @@ class RankSide:
         self._config = config
         self._kv_cache = kv_cache
         self.number = 0
+        leash.on_message = self._compile
+
+    def _compile(self, message: dict[str, Any]) -> None:
+        model, number = self._config.model_config, message.pop("number")
+        why = forms_of(Path(model.model), model.get_vocab_size()).compile(Grammar(**message))
+        self._leash.send({"compiled": number, "why": why})
 
     def register(self, tensors: dict[str, torch.Tensor]) -> None:
         try:

@@ -16,18 +16,23 @@ import psutil
 
 from baton.engine.build import WARM_UP_TOKENS, BuildError
 from baton.engine.core.blocks import CacheChange
+from baton.engine.core.commands import prepare
 from baton.engine.core.contract import EngineStopped, Facts, Listener, Traits, cache_events
 from baton.engine.core.engine import Counts, Output
 from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.masks import NOTHING, allows
+from baton.engine.core.protocol import NothingAllowed
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.defaults import DeviceFacts, settle
 from baton.engine.facts.fields import Fields
 from baton.engine.facts.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
 from baton.engine.facts.model_facts import end_tokens
+from baton.engine.grammars.store import GrammarStore
 from baton.engine.options import Options, ranks
 from baton.engine.vllm import arguments
 from baton.engine.vllm.desk import Bounds, Desk, Job
+from baton.engine.vllm.forms import RankForms
 from baton.engine.vllm.ledger import KEY, PUBLISHER, Order
 from baton.engine.vllm.link import Host, RankReport
 
@@ -75,6 +80,8 @@ class VllmEngine:
             link.close()
             raise
         self._llm, self._link, self.pool, self._traits = started.llm, link, started.pool, started.traits
+        store = GrammarStore(self._options.path, started.bounds.vocab_size, started.traits.eos_token_ids)
+        self._forms = RankForms(store, link.tell_ranks, ranks(self._options.engine.vllm))
         self._desk = Desk(started.pool.num_blocks, started.pool.layout.block_size, started.bounds)
         await self._warm_up()
 
@@ -86,6 +93,7 @@ class VllmEngine:
 
     async def add(self, seq: Sequence) -> None:
         self._check()
+        await prepare(self._forms, seq)
         try:
             self._desk.add(seq)
         finally:
@@ -93,6 +101,7 @@ class VllmEngine:
 
     async def reserve(self, seq: Sequence) -> bool:
         self._check()
+        await prepare(self._forms, seq)
         return self._desk.reserve(seq)
 
     async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None) -> None:
@@ -165,6 +174,7 @@ class VllmEngine:
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.to_thread(self._llm.shutdown, 1)
         self._link.close()  # whoever is left of the children ends now
+        self._forms.close()
 
     # --- requests ---
 
@@ -245,11 +255,14 @@ class VllmEngine:
             if job.seq.hold and not job.closed:  # its reader may copy the staged blocks from now on
                 async with asyncio.timeout(CLOSED_WITHIN_S):
                     await self._closings[job.id].wait()
-            output = self._desk.sampled(job, _sampled(token, completion.logprobs[i] if completion.logprobs else None, job.seq))
+            if (misfit := _misfit(job.seq, token, self._traits.eos_token_ids)) is not None:
+                output = self._desk.failed(job, misfit)
+            else:
+                output = self._desk.sampled(job, _sampled(token, completion.logprobs[i] if completion.logprobs else None, job.seq))
             if output is None:
                 return
             self._emit(output)
-            if output.finish is not None and not out.finished:
+            if (output.finish is not None or output.failure is not None) and not out.finished:
                 await self._llm.abort(job.id)
 
     def _emit(self, output: Output) -> None:
@@ -283,6 +296,9 @@ class VllmEngine:
         now = time.monotonic()
         if "cache" in news:
             self._cache_changed([CacheChange(stored, bytes.fromhex(key)) for stored, key in news["cache"]])
+            return
+        if "compiled" in news:
+            self._forms.answered(news["compiled"], news["why"])
             return
         self._free = news["free"]
         if news["step"] is not None:
@@ -420,7 +436,7 @@ def _params(job: Job, eos: frozenset[int]) -> Any:
     from baton.engine.vllm import sampler
 
     seq = job.seq
-    stops = seq.params.stop_token_ids | (frozenset() if seq.params.ignore_eos else eos)
+    stops = seq.params.stop_token_ids | (frozenset() if seq.params.ignore_eos and seq.params.structured is None else eos)
     order = Order(job.id, tuple(job.blocks), job.loaded, job.save_to)
     return VllmParams(
         temperature=0.0,
@@ -433,9 +449,19 @@ def _params(job: Job, eos: frozenset[int]) -> Any:
         output_kind=RequestOutputKind.DELTA,
         extra_args={
             "kv_transfer_params": {KEY: order.pack()},
-            sampler.KEY: sampler.pack(seq.params, seq.prompt_len, stops),
+            sampler.KEY: sampler.pack(seq.params, seq.prompt_len, eos),
         },
     )
+
+
+def _misfit(seq: Sequence, token: int, eos: frozenset[int]) -> str | None:
+    """Why a sequence whose next token is `token` does not end with it: its document is not complete, and nothing fits."""
+    if seq.matcher is None or token not in eos:
+        return None
+    words = seq.words(eos)
+    if words is not None and words is not NOTHING and allows(words, token):
+        return None
+    return f"{NothingAllowed.why}: {seq.matcher.failure}" if seq.matcher.failure else NothingAllowed.why
 
 
 def _sampled(token: int, logprobs: Any, seq: Sequence) -> Sampled:

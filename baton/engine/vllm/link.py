@@ -100,13 +100,15 @@ class _Line:
     def __init__(self, stream: socket.socket) -> None:
         self.stream = stream
         self._rest = b""
+        self._sending = threading.Lock()
 
     def send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
         data = json.dumps(message).encode() + b"\n"
-        if fds:
-            socket.send_fds(self.stream, [data], fds)
-        else:
-            self.stream.sendall(data)
+        with self._sending:
+            if fds:
+                socket.send_fds(self.stream, [data], fds)
+            else:
+                self.stream.sendall(data)
 
     def receive(self) -> dict[str, Any] | None:
         """None at the end."""
@@ -148,6 +150,11 @@ class Host:
         the number of blocks. It may raise an error, whose text becomes `refusal`. `fd` is closed afterwards; what was mapped stays."""
         self._allot = allot
         threading.Thread(target=self._accept, name="vllm link", daemon=True).start()
+
+    def tell_ranks(self, message: dict[str, Any]) -> None:
+        """Blocks while a rank does not read. Raises OSError if one is gone."""
+        for _, line in self._reports:
+            line.send(message)
 
     def closing(self) -> None:
         """Notes that from now on an end of a child is no news."""
@@ -228,6 +235,7 @@ class Leash:
 
     def __init__(self, address: str, token: str, folder: Path, timeout_s: float) -> None:
         self._token, self._folder = token, folder
+        self.on_message: Callable[[dict[str, Any]], None] = lambda message: None  # in the thread of the leash
         stream = socket.socket(socket.AF_UNIX)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         stream.settimeout(timeout_s)
@@ -273,9 +281,9 @@ class Leash:
         threading.Thread(target=self._hang_on, name="leash", daemon=True).start()
 
     def _hang_on(self) -> None:
-        with suppress(OSError):
-            while self._line.stream.recv(1):
-                pass
+        with suppress(Exception):  # likewise if it cannot understand our process
+            while (message := self._line.receive()) is not None:
+                self.on_message(message)
         with suppress(Exception):  # whatever it is, this process must end
             clear(self._folder)
         os.kill(os.getpid(), signal.SIGKILL)
