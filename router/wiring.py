@@ -25,7 +25,7 @@ from baton.cluster.membership import Membership, draw_incarnation, process_name
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.records import RouterRecord
-from baton.cluster.redis_registry import tls_options
+from baton.cluster.redis_client import tls_options
 from baton.cluster.rpc import Admit, Check, Server, Tasks
 from baton.cluster.tracing import make_tracer
 from baton.engine.facts.model_facts import Recommended, recommended

@@ -119,7 +119,7 @@ HOMES = {
     "flash_attn": ("baton/engine/gpu/flash_attn_backend.py",),
     "nixl_cu13": ("kvtransfer/nixl_transport.py",),
     "pynvml": ("baton/cluster/gpus.py",),
-    "redis": ("baton/cluster/redis_registry.py",),
+    "redis": ("baton/cluster/redis_client.py",),
     "psutil": ("baton/cluster/address.py", "baton/engine/vllm/engine.py", "kvtransfer/ucx.py"),
     "ray": ("baton/launch/ray_launcher.py",),
     "opentelemetry": ("baton/cluster/otel.py",),

@@ -1,4 +1,4 @@
-"""The registry in Redis (6.2 or later). The only file that imports redis.
+"""The registry in Redis (6.2 or later).
 
     baton:{NAME}:worker:W    JSON record of worker W, expires
     baton:{NAME}:fence:W     newest incarnation of W, expires later
@@ -13,31 +13,13 @@ together. The scripts cope with any value under a key: a writer overwrites a val
 """
 
 import asyncio
-import contextlib
-import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
-
-from redis.asyncio import Redis, RedisCluster
-from redis.asyncio.cluster import ClusterNode
-from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
-from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    NoPermissionError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-)
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from baton.cluster.config import RedisConfig, SecurityConfig
 from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, StartRecord, WorkerRecord, kind_of
-from baton.cluster.redis_url import parse
-from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, RegistryUnavailable, StaleIncarnation
+from baton.cluster.redis_client import RedisClient
+from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, StaleIncarnation
 
 # Beginnings of the keys of a record and of its fence, and the key of the set of names.
 _NAMES: dict[Kind, tuple[str, str, str]] = {
@@ -46,9 +28,7 @@ _NAMES: dict[Kind, tuple[str, str, str]] = {
     "start": ("start:", "start-fence:", "starts"),
 }
 R = TypeVar("R")
-Client = Redis | RedisCluster
 _PUBLISH_BATCH = 256  # events in one command
-_CONNECTIONS = 16
 SLICE_KEYS = 4096  # decoded in one turn of the event loop
 SLICE_RECORDS = 128
 
@@ -111,14 +91,13 @@ class RedisRegistry:
         self.garbage = 0
         self._prefix = f"baton:{{{cluster}}}:"
         self._config = config
-        tls = tls_options(url, security or SecurityConfig())
         self._read: dict[Kind, dict[bytes, tuple[bytes, Any]]] = {}  # name → JSON, record
-        self._commands = _client(url, config, tls)
-        self._blocking = _client(url, config, tls)  # a blocked XREAD holds its connection
+        self._commands = RedisClient(url, config, security)
+        self._blocking = RedisClient(url, config, security)  # a blocked XREAD holds its connection
 
     async def join(self, record: Record) -> None:
         ttl_ms = round(self._config.record_ttl_s * 1000)
-        newest = await self._script(
+        newest = await self._commands.script(
             _JOIN,
             self._keys(kind_of(record), record.name),
             (record.incarnation, record.to_json(), ttl_ms, ttl_ms * FENCE_LIFETIMES, record.name),
@@ -127,7 +106,7 @@ class RedisRegistry:
             raise StaleIncarnation(record.name, record.incarnation, int(newest))
 
     async def leave(self, name: str, incarnation: int, kind: Kind = "worker") -> None:
-        await self._script(_LEAVE, self._keys(kind, name), (incarnation, name))
+        await self._commands.script(_LEAVE, self._keys(kind, name), (incarnation, name))
 
     async def members(self) -> list[WorkerRecord]:
         return await self._records("worker", WorkerRecord.from_json)
@@ -141,16 +120,14 @@ class RedisRegistry:
     async def publish(self, events: Sequence[BlockEvent]) -> None:
         for start in range(0, len(events), _PUBLISH_BATCH):
             values = [value for event in events[start : start + _PUBLISH_BATCH] for value in event.to_fields().values()]
-            await self._script(_PUBLISH, (self._key("events"),), (self._config.stream_maxlen, *values))
+            await self._commands.script(_PUBLISH, (self._key("events"),), (self._config.stream_maxlen, *values))
 
     async def events(self, after: str | None, wait_s: float) -> tuple[list[BlockEvent], str]:
         if after is None:
             return [], await self._last_id()
         stream, block_ms = self._key("events"), round(wait_s * 1000)
         block = ("BLOCK", block_ms) if block_ms > 0 else ()  # BLOCK 0 would wait for ever
-        reply = await self._bounded(
-            _send(self._blocking, "XREAD", "COUNT", EVENTS_BATCH, *block, "STREAMS", stream, after), wait_s=max(wait_s, 0.0)
-        )
+        reply = await self._blocking.call("XREAD", "COUNT", EVENTS_BATCH, *block, "STREAMS", stream, after, wait_s=max(wait_s, 0.0))
         if not reply:
             # If the server lost its data and its clock is behind, new entries have ids before the cursor: start again from the beginning.
             return [], "0-0" if _order(await self._last_id()) < _order(after) else after
@@ -169,10 +146,10 @@ class RedisRegistry:
         return found, after
 
     async def desire(self, pools: Pools) -> None:
-        await self._bounded(_send(self._commands, "SET", self._key("pools"), pools.to_json()))
+        await self._commands.call("SET", self._key("pools"), pools.to_json())
 
     async def desired(self) -> Pools | None:
-        data = await self._bounded(_send(self._commands, "GET", self._key("pools")))
+        data = await self._commands.call("GET", self._key("pools"))
         if data is None:
             return None
         try:
@@ -182,12 +159,11 @@ class RedisRegistry:
             return None
 
     async def ping(self) -> None:
-        await self._bounded(_send(self._commands, "PING"))
+        await self._commands.call("PING")
 
     async def close(self) -> None:
         for client in (self._commands, self._blocking):
-            with contextlib.suppress(RegistryUnavailable):
-                await self._bounded(client.aclose())
+            await client.close()
 
     def _key(self, name: str) -> str:
         return self._prefix + name
@@ -198,7 +174,7 @@ class RedisRegistry:
 
     async def _records(self, kind: Kind, read: Callable[[bytes, str], R]) -> list[R]:
         prefix, _, members = _NAMES[kind]
-        reply = await self._script(_MEMBERS, (self._key(members),), (self._key(prefix),))
+        reply = await self._commands.script(_MEMBERS, (self._key(members),), (self._key(prefix),))
         before, now = self._read.get(kind, {}), dict[bytes, tuple[bytes, Any]]()
         for number, (name, data) in enumerate(zip(reply[::2], reply[1::2], strict=True), 1):
             if number % SLICE_RECORDS == 0:
@@ -214,90 +190,10 @@ class RedisRegistry:
         return [now[name][1] for name in sorted(now)]
 
     async def _last_id(self) -> str:
-        newest = await self._bounded(_send(self._commands, "XREVRANGE", self._key("events"), "+", "-", "COUNT", 1))
+        newest = await self._commands.call("XREVRANGE", self._key("events"), "+", "-", "COUNT", 1)
         return cast(str, newest[0][0].decode()) if newest else "0-0"
-
-    async def _script(self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int]) -> Any:
-        # EVAL instead of EVALSHA: a few hundred bytes more, but no second code path for a server that has lost its scripts.
-        return await self._bounded(_send(self._commands, "EVAL", script, len(keys), *keys, *arguments))
-
-    async def _bounded(self, call: Awaitable[Any], wait_s: float = 0.0) -> Any:
-        """Await one command, for no longer than the command timeout (plus `wait_s` if the command itself waits), and classify its failure.
-
-        A command that times out here closes its connection, so no later command can read its answer.
-        """
-        try:
-            async with asyncio.timeout(self._config.command_timeout_s + wait_s):
-                return await call
-        except TimeoutError:
-            raise RegistryUnavailable("slow", f"no answer from Redis within {self._config.command_timeout_s:g} s") from None
-        except (RedisError, OSError) as error:
-            raise RegistryUnavailable(_kind(error), f"Redis: {error}") from error
-
-
-def tls_options(url: str, security: SecurityConfig) -> dict[str, Any]:
-    """Options of redis-py for this URL. It reads the files at every new connection, so new ones need no restart."""
-    if not url.startswith("rediss:"):
-        return {}
-    files = {
-        "ssl_ca_certs": security.redis_ca or security.tls_ca,
-        "ssl_certfile": security.tls_cert,
-        "ssl_keyfile": security.tls_key,
-    }
-    return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **{name: file for name, file in files.items() if file}}
-
-
-def _client(url: str, config: RedisConfig, tls: dict[str, Any]) -> Client:
-    # RESP2 saves each new connection a round trip. The timeouts of redis-py are off: `_bounded` is the only clock.
-    options: dict[str, Any] = {"protocol": 2, "socket_timeout": None, "socket_connect_timeout": None, "max_connections": _CONNECTIONS}
-    address = parse(url)
-    login: dict[str, Any] = {"username": address.username, "password": address.password}
-    if address.kind == "cluster":
-        return RedisCluster(startup_nodes=[ClusterNode(*host) for host in address.hosts], **options, **login)
-    if address.kind == "sentinel":
-        # A Sentinel that does not answer must leave time to ask the next one within the same command.
-        patience_s = config.command_timeout_s / (len(address.hosts) + 1)
-        once = Retry(NoBackoff(), 0)
-        asking: dict[str, Any] = {"socket_timeout": patience_s, "socket_connect_timeout": patience_s, "retry": once, **login}
-        sentinels = Sentinel(list(address.hosts), sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
-        return cast(Redis, sentinels.master_for(address.master, db=address.db, **options, **login))
-    return Redis.from_url(url, **options, **tls)
-
-
-def _send(client: Client, *command: str | bytes | int) -> Awaitable[Any]:
-    return cast(Awaitable[Any], client.execute_command(*command))
 
 
 def _order(entry_id: str) -> tuple[int, int]:
     milliseconds, _, counter = entry_id.partition("-")
     return int(milliseconds), int(counter)
-
-
-_KINDS: dict[str, str] = {
-    "LOADING": "loading",
-    "READONLY": "readonly",
-    "OOM": "oom",
-    "NOAUTH": "auth",
-    "WRONGPASS": "auth",
-    "NOPERM": "auth",
-    "user executing the script": "auth",  # NOPERM inside a script, as 6.2 words it
-}
-_CLASSES: tuple[tuple[type[Exception], str], ...] = (  # some derive from ConnectionError, which therefore comes last
-    (BusyLoadingError, "loading"),
-    (ReadOnlyError, "readonly"),
-    (OutOfMemoryError, "oom"),
-    (AuthenticationError, "auth"),
-    (NoPermissionError, "auth"),
-    (RedisTimeoutError, "slow"),
-    (RedisConnectionError, "down"),
-    (OSError, "down"),
-)
-
-
-def _kind(error: Exception) -> str:
-    for error_class, kind in _CLASSES:
-        if isinstance(error, error_class):
-            return kind
-    # An error inside a script arrives as "ERR Error running script ...: -OOM command not allowed ...".
-    code = re.search(rf"\b({'|'.join(_KINDS)})\b", str(error))
-    return _KINDS[code[1]] if code else "refused"

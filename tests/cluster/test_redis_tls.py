@@ -17,7 +17,7 @@ from baton.cluster.config import Config, RedisConfig, SecurityConfig
 from baton.cluster.connect import connect_registry
 from baton.cluster.keys import Quota
 from baton.cluster.records import Pools
-from baton.cluster.redis_registry import tls_options
+from baton.cluster.redis_client import tls_options
 from baton.cluster.registry import Registry, RegistryUnavailable
 from baton.launch.ports import Ports
 from router.rates import Rates, redis_counters
