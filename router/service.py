@@ -31,6 +31,7 @@ from router.conversation import PLAIN, Setting, with_effort
 from router.dispatch import Dispatcher
 from router.gate import Gate
 from router.journal import REFUSALS, Entry, Journal
+from router.kept import Kept
 from router.rates import Rates, Unlimited
 from router.request import FinishReason, Request, Token, Tokens, Trace
 from router.resume import Receipt, prompt_digest, receipt_key
@@ -115,11 +116,12 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """What tenants may use, and whether they share cached prefixes."""
+    """What tenants may use, whether they share cached prefixes, and where their answers are kept."""
 
     rates: Rates | Unlimited = field(default_factory=Unlimited)
     shared_prefixes: bool = False
     receipt_key: bytes = field(default_factory=lambda: receipt_key(None, secrets.token_bytes), repr=False)
+    kept: Kept | None = None  # None: nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,7 @@ class GenerateService:
         self._rates = tenancy.rates
         self._receipt_key = tenancy.receipt_key
         self._shared_prefixes = tenancy.shared_prefixes
+        self.kept = tenancy.kept
         self.draining = False
 
     @property

@@ -25,6 +25,7 @@ from baton.cluster.membership import Membership, draw_incarnation, process_name
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.records import RouterRecord
+from baton.cluster.redis_answers import RedisAnswers
 from baton.cluster.redis_client import tls_options
 from baton.cluster.rpc import Admit, Check, Server, Tasks
 from baton.cluster.tracing import make_tracer
@@ -40,6 +41,7 @@ from router.http.app import HttpDoor, allow_origins
 from router.http.page import Page
 from router.http.server import HttpServer
 from router.journal import Journal
+from router.kept import Kept
 from router.lateness import Lateness
 from router.live import Live
 from router.message_bound import check_fields
@@ -124,7 +126,7 @@ class RouterProcess:
             config=config.router,
             journal=self._journal,
             draws=Draws(lambda: secrets.randbits(63), draw_id),
-            tenancy=Tenancy(self._rates(), config.security.shared_prefixes, receipt_key(config.cluster.key, secrets.token_bytes)),
+            tenancy=self._tenancy(),
         )
         self._closers.callback(self.service.close)
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys, self._budget), public.grpc)
@@ -230,6 +232,15 @@ class RouterProcess:
     def _idle(self) -> bool:
         """An answer over HTTP may still be on its way out when its request is done."""
         return self.service.idle and all(http.idle for http in self._https)
+
+    def _tenancy(self) -> Tenancy:
+        config, key = self.config, receipt_key(self.config.cluster.key, secrets.token_bytes)
+        kept, router = None, config.router
+        if router.responses_keep_s:
+            answers = RedisAnswers(config.redis.url, config.cluster.name, config.redis, config.security, router.responses_bytes)
+            kept = Kept(answers, key, router.responses_keep_s, router.response_bytes)
+            self._closers.push_async_callback(kept.close)
+        return Tenancy(self._rates(), config.security.shared_prefixes, key, kept)
 
     def _rates(self) -> Rates | Unlimited:
         redis = self.config.redis

@@ -366,7 +366,7 @@ OTHER_CLOCKS = {
 WALL_CLOCKS = {
     "baton/cluster/membership.py",
     "baton/cluster/otel.py",
-    *(f"router/{name}.py" for name in ("http/app", "http/connection", "http/openai_out", "journal", "rates", "service")),
+    *(f"router/{name}.py" for name in ("http/app", "http/connection", "http/openai_out", "journal", "kept", "rates", "service")),
 }
 
 

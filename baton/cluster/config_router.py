@@ -112,6 +112,26 @@ class RouterConfig(Section):
     max_message_bytes: int = Field(
         default=4_194_304, ge=1024, le=1 << 30, description="Maximum size of a request (gRPC message or HTTP body), bytes."
     )
+    responses_keep_s: float = Field(
+        default=3600.0,
+        ge=0,
+        le=2_592_000,
+        description="How long Redis keeps an answer of /v1/responses, to which a later request may refer (previous_response_id), seconds."
+        " 0: none is kept.",
+    )
+    response_bytes: int = Field(
+        default=1 << 20,
+        ge=1024,
+        le=8 << 20,
+        description="Largest answer that is kept, with the conversation that led to it, bytes. A larger one is answered with store: false.",
+    )
+    responses_bytes: int = Field(
+        default=64 << 20,
+        ge=1024,
+        le=1 << 40,
+        description="Room in Redis for all answers that are kept, of all routers together, bytes. When it is full, the oldest answer of the"
+        " tenant that holds the most makes room.",
+    )
     recover_wait_s: float = Field(
         default=10.0, ge=0, le=600, description="How long a request whose worker died waits for another worker, seconds."
     )
