@@ -3,10 +3,14 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, core_schema
+
+from router.http.errors import HttpError, bad_value
+from router.http.json_body import parse
 
 UNSUPPORTED = "unsupported_parameter"
 
@@ -73,3 +77,55 @@ Integer = Annotated[int | None, Rule("must be an integer")]
 Number = Annotated[float | None, Rule("must be a number")]
 Boolean = Annotated[bool | None, Rule("must be a boolean")]
 String = Annotated[str | None, Rule("must be a string")]
+
+
+B = TypeVar("B", bound=Body)
+
+
+def read(body: bytes, model: type[B]) -> B:
+    """Raises HttpError."""
+    tree = parse(body)
+    try:
+        return model.model_validate(tree)
+    except ValidationError as refused:
+        raise refusal(model, tree, refused) from None
+
+
+def refusal(model: type[Body], tree: Any, refused: ValidationError) -> HttpError:
+    """The first thing that is wrong with `tree`, with its path.
+
+    pydantic's path goes through fields, indices and the tags of unions. Where several models may stand, the tag is the name of one.
+    """
+    where, value, rule, models = "", tree, Rule("must be an object"), {model.__name__: model}
+    for step in refused.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]:
+        if isinstance(step, int):
+            where, value, rule = f"{where}[{step}]", value[step], Rule("must be an object")
+        elif not isinstance(value, dict):
+            continue
+        elif len(models) > 1:
+            models = {str(step): models[str(step)]}
+        else:
+            (here,) = models.values()
+            where = f"{where}.{step[:80]}" if where else step[:80]
+            if step not in here.model_fields:
+                return bad_value(where, "is not a known parameter", "unknown_parameter")
+            rule = next(one for one in here.model_fields[step].metadata if isinstance(one, Rule))
+            value = value.get(step)
+            if value is None:
+                return bad_value(where, "must be given", "missing_required_parameter")
+            if not (models := _within(here, step)):
+                break
+    must = rule.must if isinstance(rule.must, str) else rule.must(value)
+    return bad_value(where, must, rule.code)
+
+
+@cache
+def _within(model: type[Body], field: str) -> dict[str, type[Body]]:
+    """The models that may stand in a field, by their names."""
+
+    def found(annotation: Any) -> dict[str, type[Body]]:
+        if isinstance(annotation, type) and issubclass(annotation, Body):
+            return {annotation.__name__: annotation}
+        return {name: one for argument in get_args(annotation) for name, one in found(argument).items()}
+
+    return found(model.model_fields[field].annotation)

@@ -11,43 +11,35 @@ reported, with the path of the parameter down to its index.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     Field,
     StringConstraints,
     create_model,
 )
-from pydantic import ValidationError as Invalid
 
+from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import NUMBERS
 from router.backlog import Backlog
 from router.conversation import PLAIN
 from router.http import forms
-from router.http.body import UNSUPPORTED, Body, Boolean, Integer, Number, Rule, String, Whatever, neutral, sized
+from router.http.body import UNSUPPORTED, Body, Boolean, Integer, Number, Rule, String, Whatever, neutral, read, sized
 from router.http.conversing import (
-    CalledFunction,
     Conversing,
-    Function,
-    Message,
     Messages,
-    Part,
-    ToolCall,
-    ToolDefinition,
     conversation,
     setting_of,
 )
-from router.http.errors import HttpError, bad_value
-from router.http.json_body import parse
+from router.http.errors import bad_value
 from router.validate import Ask, AskSampling, Limits
 
 ONE_CHOICE = "needs a stream of one choice"
 MAX_CHOICES = 128  # of one HTTP request: prompts times n
 COMPLETION_MAX_TOKENS = 16  # the default of the legacy API
 _LIMITS = Limits()
-_CONTEXT = 1 << 31  # as many tokens as still fit the context: the default of a chat
+CONTEXT = 1 << 31  # as many tokens as still fit the context: the default of a chat
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -117,9 +109,9 @@ class StreamOptions(Body):
 
 
 # A field for each number that `baton.engine.core.sampling` declares.
-_NUMBERS: dict[str, Any] = {name: (Integer if number.integer else Number, None) for name, number in NUMBERS.items()}
+NUMBER_FIELDS: dict[str, Any] = {name: (Integer if number.integer else Number, None) for name, number in NUMBERS.items()}
 _FORMS: dict[str, Any] = {name: (Annotated[Any, Rule("must be a form")], None) for name in forms.NAMES}  # checked there
-Numbers: Any = create_model("Numbers", __base__=Body, **_NUMBERS, **_FORMS)
+Numbers: Any = create_model("Numbers", __base__=Body, **NUMBER_FIELDS, **_FORMS)
 
 
 class Generation(Numbers):  # type: ignore[misc]
@@ -203,7 +195,6 @@ class Detokenize(Body):
     tokens: Annotated[_Ids, Rule("must be a list of token ids")]
 
 
-B = TypeVar("B", bound=Body)
 SAMPLING = tuple(one.name for one in fields(AskSampling) if one.name not in ("logprobs", "default_max_tokens", "structured"))
 
 
@@ -230,7 +221,7 @@ def chat(body: bytes, caller: Caller) -> Asked:
         ),
         cache_salt=given.cache_salt or "",
         priority=given.priority or 0,
-        sampling=_sampling(given, max_tokens=max_tokens, default_max_tokens=_CONTEXT, logprobs=logprobs),
+        sampling=sampling(given, forms.read(given), max_tokens=max_tokens, default_max_tokens=CONTEXT, logprobs=logprobs),
         tenant=caller.tenant,
         traceparent=caller.traceparent,
         tracestate=caller.tracestate,
@@ -244,7 +235,7 @@ def completion(body: bytes, caller: Caller) -> Asked:
     given = read(body, Completion)
     if given.best_of not in (None, given.n or 1):
         raise bad_value("best_of", "is not supported here (only the value of n is accepted)", UNSUPPORTED)
-    sampling = _sampling(given, default_max_tokens=COMPLETION_MAX_TOKENS, logprobs=given.logprobs)
+    said = sampling(given, forms.read(given), default_max_tokens=COMPLETION_MAX_TOKENS, logprobs=given.logprobs)
     prompts: Any = [given.prompt] if isinstance(given.prompt, str) or isinstance(given.prompt[0], int) else given.prompt
     asks = [
         Ask(
@@ -255,7 +246,7 @@ def completion(body: bytes, caller: Caller) -> Asked:
             add_special_tokens=given.add_special_tokens,
             cache_salt=given.cache_salt or "",
             priority=given.priority or 0,
-            sampling=sampling,
+            sampling=said,
             tenant=caller.tenant,
             traceparent=caller.traceparent,
             tracestate=caller.tracestate,
@@ -290,49 +281,9 @@ def detokenize(body: bytes) -> tuple[Ask, Mapping[str, str]]:
     return Ask(model=given.model or "", token_ids=tuple(given.tokens)), {"token_ids.ids": "tokens"}
 
 
-def read(body: bytes, model: type[B]) -> B:
-    """Raises HttpError."""
-    tree = parse(body)
-    try:
-        return model.model_validate(tree)
-    except Invalid as refused:
-        first = refused.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise _refusal(model, tree, first["loc"]) from None
-
-
-def _refusal(model: type[BaseModel], tree: Any, path: tuple[int | str, ...]) -> HttpError:
-    """`path` goes through models, lists of models and the tags of unions, which are skipped, to a field and perhaps into its value."""
-    where, value, rule = "", tree, Rule("must be an object")
-    for step in path:
-        if isinstance(step, int):
-            where, value, rule = f"{where}[{step}]", value[step], Rule("must be an object")
-        elif isinstance(value, dict):
-            where = f"{where}.{step[:80]}" if where else step[:80]
-            if step not in model.model_fields:
-                return bad_value(where, "is not a known parameter", "unknown_parameter")
-            rule = next(one for one in model.model_fields[step].metadata if isinstance(one, Rule))
-            value = value.get(step)
-            if value is None:
-                return bad_value(where, "must be given", "missing_required_parameter")
-            if step not in _MODELS and step != "function":
-                break
-            model = _MODELS.get(step, CalledFunction if model is ToolCall else Function)
-    must = rule.must if isinstance(rule.must, str) else rule.must(value)
-    return bad_value(where, must, rule.code)
-
-
-# Fields that hold models; their errors are reported deeper.
-_MODELS: Mapping[str, type[Body]] = {
-    "messages": Message,
-    "content": Part,
-    "stream_options": StreamOptions,
-    "tools": ToolDefinition,
-    "tool_calls": ToolCall,
-}
-
-
-def _sampling(given: Generation, **more: Any) -> AskSampling:
-    told = {name: value for name in SAMPLING if (value := getattr(given, name)) is not None} | more
+def sampling(given: Body, structured: Grammar | None, **more: Any) -> AskSampling:
+    """What a body of any API says about sampling, as far as it has the parameters of this one."""
+    told = {name: value for name in SAMPLING if (value := getattr(given, name, None)) is not None} | more
     if "seed" in told:
         told["seed"] %= 1 << 64
     if "logit_bias" in told:
@@ -340,7 +291,7 @@ def _sampling(given: Generation, **more: Any) -> AskSampling:
     stop = told.get("stop", ())
     told["stop"] = tuple(filter(None, [stop])) if isinstance(stop, str) else tuple(stop)  # "" asks for nothing, as at other servers
     told["stop_token_ids"] = tuple(told.get("stop_token_ids", ()))
-    return AskSampling(**told, structured=forms.read(given))
+    return AskSampling(**told, structured=structured)
 
 
 def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool, names: Mapping[str, str]) -> Asked:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.engine.core.sampling import NUMBERS
 from router.http import json_body, openai_in
-from router.http.body import Body, Neutral, Rule
+from router.http.body import Body, Neutral, Rule, read
 from router.http.errors import HttpError
 from router.http.json_body import MAX_NODES, MAX_VALUES
 from router.http.openai_in import (
@@ -22,7 +22,6 @@ from router.http.openai_in import (
     Tokenize,
     chat,
     completion,
-    read,
 )
 from router.validate import Ask, AskSampling
 
