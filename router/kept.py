@@ -2,60 +2,55 @@
 
 A router stores nothing itself. An answer lies in Redis as a sealed record until it expires:
 
-    version 1 | expiry 8 | MAC 16 | JSON                    bytes; integers little-endian
+    version 1 | expiry 8 | MAC 16 | answer                  bytes; integers little-endian
 
-The MAC is made with the cluster's key over the version, the expiry, the tenant, the id and the JSON, so a record that was altered, or
+The MAC is made with the cluster's key over the version, the expiry, the tenant, the id and the answer, so a record that was altered, or
 moved to another id or another tenant, is none. Its name in Redis is a digest of tenant and id: what belongs to another tenant cannot be
 told from what does not exist.
 """
 
 import asyncio
 import hmac
-import json
 import logging
 import math
 import time
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from baton.clock import loop_time
 from baton.cluster.registry import RegistryUnavailable
 
 log = logging.getLogger(__name__)
 AGAIN_S = 1.0  # pause before the store is asked again after a failure
-AT_ONCE_BYTES = 16 << 10  # of a record; a longer one is opened in a thread
+AT_ONCE_BYTES = 64 << 10  # of a record; a longer one is sealed and opened in a thread
 _VERSION = b"\x01"
 _MAC_BYTES = 16
 _HEAD = len(_VERSION) + 8 + _MAC_BYTES
-_Json = dict[str, Any]
+T = TypeVar("T")
 
 
-def seal(value: _Json, key: bytes, tenant: str, id_: str, expires_at: float) -> bytes:
-    """`expires_at`: seconds since the epoch. Raises ValueError or RecursionError for a value that JSON cannot hold."""
+def seal(answer: bytes, key: bytes, tenant: str, id_: str, expires_at: float) -> bytes:
+    """`expires_at`: seconds since the epoch."""
     expiry = int(expires_at).to_bytes(8, "little")
-    body = json.dumps(value, separators=(",", ":")).encode()
-    return b"".join((_VERSION, expiry, _mac(key, tenant, id_, expiry, body), body))
+    return b"".join((_VERSION, expiry, _mac(key, tenant, id_, expiry, answer), answer))
 
 
-def unseal(sealed: bytes, key: bytes, tenant: str, id_: str, now: float) -> _Json | None:
+def unseal(sealed: bytes, key: bytes, tenant: str, id_: str, now: float) -> bytes | None:
     """None: it was not sealed with this key for this tenant and this id, was altered, or has expired."""
-    expiry, mac, body = sealed[1:9], sealed[9:_HEAD], sealed[_HEAD:]
-    if not sealed.startswith(_VERSION) or not hmac.compare_digest(mac, _mac(key, tenant, id_, expiry, body)):
+    expiry, mac, answer = sealed[1:9], sealed[9:_HEAD], sealed[_HEAD:]
+    if not sealed.startswith(_VERSION) or not hmac.compare_digest(mac, _mac(key, tenant, id_, expiry, answer)):
         return None
-    if now >= int.from_bytes(expiry, "little"):
-        return None
-    value: _Json = json.loads(body)
-    return value
+    return answer if now < int.from_bytes(expiry, "little") else None
 
 
-def _mac(key: bytes, tenant: str, id_: str, expiry: bytes, body: bytes) -> bytes:
+def _mac(key: bytes, tenant: str, id_: str, expiry: bytes, answer: bytes) -> bytes:
     made = blake2b(digest_size=_MAC_BYTES, key=key, person=b"baton.answer.mac")
     made.update(_VERSION + expiry)
     for text in (tenant, id_):
         data = text.encode()
         made.update(len(data).to_bytes(8, "little") + data)
-    made.update(body)
+    made.update(answer)
     return made.digest()
 
 
@@ -98,24 +93,18 @@ class Kept:
         self._wall_clock = wall_clock
         self._again_at = -math.inf
 
-    async def put(self, tenant: str, id_: str, value: _Json) -> bool:
+    async def put(self, tenant: str, id_: str, answer: bytes) -> bool:
         """Whether the answer is kept. It is not if it is too large, or the store does not answer. Never raises."""
-        if self._clock() < self._again_at:
+        if self._clock() < self._again_at or len(answer) + _HEAD > self._most_bytes:
             return False
-        expires_at = self._wall_clock() + self._life_s
-        try:
-            sealed = await asyncio.to_thread(seal, value, self._key, tenant, id_, expires_at)
-        except (ValueError, RecursionError):
-            return False
-        if len(sealed) > self._most_bytes:
-            return False
+        sealed = await _run(len(answer), seal, answer, self._key, tenant, id_, self._wall_clock() + self._life_s)
         try:
             return await self._answers.put(_digest(tenant), _name(tenant, id_), sealed, self._life_s)
         except RegistryUnavailable as error:
             self._pause(error)
             return False
 
-    async def get(self, tenant: str, id_: str) -> _Json | None:
+    async def get(self, tenant: str, id_: str) -> bytes | None:
         """None: the tenant has no answer of this id. Raises Unreachable."""
         self._check()
         try:
@@ -125,8 +114,7 @@ class Kept:
             raise Unreachable from None
         if sealed is None or len(sealed) > self._most_bytes:
             return None
-        arguments = sealed, self._key, tenant, id_, self._wall_clock()
-        return unseal(*arguments) if len(sealed) <= AT_ONCE_BYTES else await asyncio.to_thread(unseal, *arguments)
+        return await _run(len(sealed), unseal, sealed, self._key, tenant, id_, self._wall_clock())
 
     async def delete(self, tenant: str, id_: str) -> bool:
         """Whether there was one. Raises Unreachable."""
@@ -148,6 +136,10 @@ class Kept:
     def _pause(self, error: RegistryUnavailable) -> None:
         self._again_at = self._clock() + AGAIN_S
         log.warning("answers are neither kept nor found: %s", error)
+
+
+async def _run(size: int, function: Callable[..., T], *arguments: Any) -> T:
+    return function(*arguments) if size <= AT_ONCE_BYTES else await asyncio.to_thread(function, *arguments)
 
 
 def _digest(tenant: str) -> str:

@@ -68,7 +68,10 @@ def to_http(error: BatonError, names: Mapping[str, str] = _NO_NAMES) -> HttpErro
 
 
 def to_param(field: str, names: Mapping[str, str]) -> str:
-    """`sampling.stop[0]` → `stop[0]`, `chat.messages[2].role` → `messages[2].role`."""
+    """`sampling.stop[0]` → `stop[0]`, `chat.messages[2].role` → `messages[2].role`. `names` may know a whole field, or what is before its
+    first index."""
+    if (whole := names.get(field)) is not None:
+        return whole
     head, bracket, rest = field.removeprefix("sampling.").partition("[")
     return names.get(head, head) + bracket + rest
 

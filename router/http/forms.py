@@ -73,14 +73,31 @@ def _response_format(value: Any) -> Grammar | None:
         return None if kind == "text" else Grammar("json", "")
     if not isinstance(inner, dict):
         raise bad_value("response_format.json_schema", "must be an object with name and schema")
+    return _of_schema(inner, "response_format.json_schema")
+
+
+def text_format(value: _Json) -> Grammar | None:
+    """`text.format` of the responses API. Raises HttpError."""
+    kind, inner = value.get("type"), {key: one for key, one in value.items() if key != "type" and one is not None}
+    if kind == "json_schema":
+        return _of_schema(inner, "text.format")
+    if kind not in ("text", "json_object"):
+        raise bad_value("text.format.type", "must be text, json_object or json_schema")
+    if unknown := next(iter(inner), None):
+        raise bad_value(f"text.format.{unknown[:80]}", "is not a known parameter", "unknown_parameter")
+    return None if kind == "text" else Grammar("json", "")
+
+
+def _of_schema(inner: _Json, name: str) -> Grammar:
+    """`inner` lies at `name`."""
     if unknown := next((key for key in inner if key not in ("name", "description", "schema", "strict")), None):
-        raise bad_value(f"response_format.json_schema.{unknown[:80]}", "is not a known parameter", "unknown_parameter")
+        raise bad_value(f"{name}.{unknown[:80]}", "is not a known parameter", "unknown_parameter")
     if inner.get("schema") is None:
-        raise bad_value("response_format.json_schema.schema", "must be given", "missing_required_parameter")
+        raise bad_value(f"{name}.schema", "must be given", "missing_required_parameter")
     strict = inner.get("strict") or False
     if type(strict) is not bool:
-        raise bad_value("response_format.json_schema.strict", "must be a boolean")
-    return _of_kind("json", inner["schema"], "response_format.json_schema.schema", strict)
+        raise bad_value(f"{name}.strict", "must be a boolean")
+    return _of_kind("json", inner["schema"], f"{name}.schema", strict)
 
 
 def _of_kind(kind: str, value: Any, name: str, strict: bool) -> Grammar:
