@@ -4,7 +4,7 @@ Everything else (keys, sizes, deadlines, ids, the streams of the service, reader
 `router.http.app`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,10 +24,10 @@ class Writer(Protocol):
     def whole(self) -> Iterator[bytes]:
         """The answer in JSON, in parts."""
 
-    def chunks(self, index: int, event: Part) -> Iterator[Json]:
-        """What an event of choice `index` adds to the stream."""
+    def chunks(self, index: int, event: Part) -> Iterator[Json] | Iterator[bytes]:
+        """What an event of choice `index` adds to the stream. bytes: parts of events that are written already."""
 
-    def end(self) -> Iterator[Json]:
+    def end(self) -> Iterator[Json] | Iterator[bytes]:
         """What the stream has after all choices have finished."""
 
 
@@ -38,3 +38,6 @@ class Api:
     event: Callable[[Json, str], bytes]  # what the writer made, as an event of the stream with an id, or with none
     done: bytes  # the last event of a stream that did not fail
     refusal: Callable[[HttpError], Json]  # its body, or the last event of a stream that failed
+    broken: Callable[[Any, HttpError], bytes] | None = None  # that end of a stream, of this writer, if it is more than the refusal
+    prepare: Callable[[Any], Awaitable[Asked]] | None = None  # fetches what a request refers to; raises HttpError
+    settle: Callable[[Any], Awaitable[None]] | None = None  # told of the writer once all choices have finished, before the answer ends

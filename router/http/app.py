@@ -137,6 +137,8 @@ class HttpDoor:
     async def _generate(self, request: Request, api: Api) -> Response:
         caller = self._caller(request)
         asked = await self._read(request, lambda body: api.read(body, caller))
+        if api.prepare is not None:
+            asked = await api.prepare(asked)
         last = last_event(request.headers.get(HEADER)) if asked.stream else None
         if last is not None:
             chosen = caller.request_id == request.headers.get("x-request-id")
@@ -145,11 +147,14 @@ class HttpDoor:
         writer = api.writer(asked, caller.request_id)
         if asked.stream:
             numbering = Numbering(asked, last) if last is not None or asks_for_ids(asked, request.headers) else None
-            return EventStream(api, chunks(api, events, writer, numbering), self._longest_s, self._refusal)
+            written = chunks(api, events, writer, numbering, self._budget)
+            return EventStream(api, writer, written, self._longest_s, self._refusal)
         async with while_connected(request.receive, self._longest_s), aclosing(events):
             async for index, event in events:
                 for part in parts(event):
                     writer.take(index, part)
+            if api.settle is not None:
+                await api.settle(writer)
             return InPieces(await gather(writer.whole(), self._budget))
 
     async def _events(self, asked: Asked, timeout_s: float | None) -> AsyncGenerator[tuple[int, Event], None]:

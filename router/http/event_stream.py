@@ -2,7 +2,7 @@
 that, the refusal is the last event of the stream, in place of the API's own last event: a stream that is cut never looks complete."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -11,8 +11,10 @@ from starlette.types import Receive, Scope, Send
 from router.http.api import Api, Json, Writer
 from router.http.errors import HttpError
 from router.http.event_id import Numbering
+from router.http.pieces import joined, rest
 from router.http.stream import while_connected
-from router.service import Event, Part, parts
+from router.service import Event, parts
+from router.turn_budget import TurnBudget
 
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -21,11 +23,17 @@ class EventStream(Response):
     """The status is sent with the first event; an earlier error of `chunks` is raised to the caller."""
 
     def __init__(
-        self, api: Api, chunks: AsyncGenerator[bytes, None], within_s: float, refusal: Callable[[BaseException], HttpError]
+        self,
+        api: Api,
+        writer: Writer,
+        chunks: AsyncGenerator[bytes, None],
+        within_s: float,
+        refusal: Callable[[BaseException], HttpError],
     ) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._api = api
+        self._writer = writer
         self._chunks = chunks
         self._within_s = within_s
         self._refusal = refusal
@@ -45,30 +53,43 @@ class EventStream(Response):
         except (Exception, asyncio.CancelledError) as error:
             if not started:
                 raise
-            last = self._api.event(self._api.refusal(self._refusal(error)), "")
+            last = self._broken(self._refusal(error))
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _broken(self, error: HttpError) -> bytes:
+        api = self._api
+        return api.event(api.refusal(error), "") if api.broken is None else api.broken(self._writer, error)
 
 
 async def chunks(
-    api: Api, events: AsyncGenerator[tuple[int, Event], None], writer: Writer, numbering: Numbering | None
+    api: Api, events: AsyncGenerator[tuple[int, Event], None], writer: Writer, numbering: Numbering | None, budget: TurnBudget
 ) -> AsyncGenerator[bytes, None]:
     """`numbering`: None for a stream whose events have no ids."""
 
-    def written(values: Iterable[Json]) -> bytes:
-        if numbering is None:
-            return b"".join(api.event(value, "") for value in values)
-        return b"".join(api.event(value, id_) for value in values if (id_ := numbering.next()) is not None)
+    def written(values: Iterable[Json | bytes]) -> Iterator[bytes]:
+        for value in values:
+            if isinstance(value, bytes):
+                yield value
+            elif numbering is None:
+                yield api.event(value, "")
+            elif (id_ := numbering.next()) is not None:
+                yield api.event(value, id_)
 
-    def of(part: Part, index: int) -> bytes:
-        if numbering is not None:
-            numbering.take(part)
-        return written(writer.chunks(index, part))
+    def of(event: Event, index: int) -> Iterator[bytes]:
+        for part in parts(event):
+            if numbering is not None:
+                numbering.take(part)
+            yield from written(writer.chunks(index, part))
 
     async with aclosing(events):
         async for index, event in events:
-            if data := b"".join(of(part, index) for part in parts(event)):
+            for data in joined(of(event, index)):
                 yield data
-    if data := written(writer.end()):
+                await rest(data, budget)
+    if api.settle is not None:
+        await api.settle(writer)
+    for data in joined(written(writer.end())):
         yield data
+        await rest(data, budget)
     if numbering is not None:
         numbering.end()

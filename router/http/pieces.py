@@ -29,18 +29,30 @@ class InPieces(Response):
 async def gather(parts: Iterable[bytes], budget: TurnBudget) -> list[bytes]:
     """The pieces that `parts` make together; at least one."""
     pieces: list[bytes] = []
+    for piece in joined(parts):
+        pieces.append(piece)
+        await rest(piece, budget)
+    return pieces or [b""]
+
+
+def joined(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The same one by one: what is made of `parts` for the next piece is made when that is asked for."""
     held: list[bytes] = []
     size = 0
     for part in parts:
         held.append(part)
         size += len(part)
         if size >= PIECE_BYTES:
-            pieces.append(b"".join(held))
+            yield b"".join(held)
             held, size = [], 0
-            await budget.spend(int(PIECE_BYTES * JOINING))
-    if held or not pieces:
-        pieces.append(b"".join(held))
-    return pieces
+    if held:
+        yield b"".join(held)
+
+
+async def rest(piece: bytes, budget: TurnBudget) -> None:
+    """Lets others have their turn after a piece of full size."""
+    if len(piece) >= PIECE_BYTES:
+        await budget.spend(int(PIECE_BYTES * JOINING))
 
 
 def members(value: dict[str, object], **lists: Iterable[bytes]) -> Iterator[bytes]:
