@@ -2,24 +2,31 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from fake_workers import MODEL, record
+from memory_answers import MemoryAnswers
 
+from baton.cluster.config import Config
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError
 from baton.cluster.keys import ApiKeys
 from baton.cluster.metrics import Book
+from baton.cluster.rpc import Tasks
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.sampling import SamplingParams
 from baton.models.make_small import make_toy
 from router.admission import Admission
 from router.http.app import HttpDoor
+from router.http.server import HttpServer
 from router.journal import Journal
+from router.kept import Kept
 from router.request import FinishReason, Request, Token, Tokens
 from router.service import Draws, GenerateService, ModelText, Tenancy
 from router.tokenizer import Tokenizer
@@ -93,6 +100,8 @@ class House:
     workers: bool = True
     shared_prefixes: bool = False
     receipt_key: bytes = b"k" * 32  # routers of one cluster have the same
+    answers: MemoryAnswers | None = None  # where routers of one cluster keep them
+    context: int = CONTEXT
     metrics: Any = None
     forms: Forms = field(default_factory=Forms)
     path: Path | None = None  # of the model, whose vocabulary holds outputs to grammars
@@ -100,7 +109,7 @@ class House:
     def __post_init__(self) -> None:
         self.view = view = ClusterView({MODEL: self.tokenizer.fingerprint})
         if self.workers:
-            view.update([record("d0", tokenizer_fingerprint=self.tokenizer.fingerprint, max_model_len=CONTEXT)], 0.0)
+            view.update([record("d0", tokenizer_fingerprint=self.tokenizer.fingerprint, max_model_len=self.context)], 0.0)
         self.admission = Admission(self.config.max_inflight, self.config.max_queue)
         numbers = count(1)
         draw_id = lambda: f"req-{next(numbers)}"  # noqa: E731
@@ -112,9 +121,14 @@ class House:
             config=self.config,
             journal=Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(), keep=10),
             draws=Draws(lambda: 77, draw_id),
-            tenancy=Tenancy(shared_prefixes=self.shared_prefixes, receipt_key=self.receipt_key),
+            tenancy=Tenancy(shared_prefixes=self.shared_prefixes, receipt_key=self.receipt_key, kept=self._kept()),
         )
         self.door = HttpDoor(self.service, self.tokenizer, self.keys, self.config, lambda: self.serving, draw_id, self.metrics)
+
+    def _kept(self) -> Kept | None:
+        if self.answers is None:
+            return None
+        return Kept(self.answers, self.receipt_key, self.config.responses_keep_s, self.config.response_bytes)
 
     async def post(self, path: str, body: Any = None, **options: Any) -> "Answer":
         return await Call(self.door, "POST", path, HELLO if body is None else body, **options).run()
@@ -132,7 +146,11 @@ class House:
 class Answer:
     status: int
     headers: dict[str, str]
-    body: bytes
+    pieces: list[bytes]
+
+    @cached_property
+    def body(self) -> bytes:
+        return b"".join(self.pieces)
 
     @property
     def json(self) -> Any:
@@ -179,11 +197,11 @@ class Call:
     headers: Mapping[str, str] = field(default_factory=dict)
     leave_after: int | None = None
     unfinished: bool = False  # the body is announced as incomplete, but the rest never comes
-    got: bytes = b""
     status: int = 0
 
     def __post_init__(self) -> None:
         self.gone = asyncio.Event()
+        self.received: list[bytes] = []
         self.told: dict[str, str] = {}
         self.pieces = 0
         self._parts = [self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()]
@@ -204,7 +222,11 @@ class Call:
             "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()],
         }
         await self.app(scope, self._receive, self._send)
-        return Answer(self.status, self.told, self.got)
+        return Answer(self.status, self.told, self.received)
+
+    @property
+    def got(self) -> bytes:
+        return b"".join(self.received)
 
     async def _receive(self) -> dict[str, Any]:
         if self._parts:
@@ -222,10 +244,26 @@ class Call:
         assert self.status and not self.complete
         self.complete = not message.get("more_body", False)
         if not self.gone.is_set():
-            self.got += message.get("body", b"")
+            self.received.append(message.get("body", b""))
             self.pieces += 1
             if self.pieces == self.leave_after:
                 self.gone.set()
+
+
+@asynccontextmanager
+async def served(app: Any) -> AsyncIterator[str]:
+    """The address at which a real server serves an application."""
+    server = HttpServer(Config(router=RouterConfig(http_port=0)), app)
+    address = server.bind(0)
+    failures: list[BaseException] = []
+    tasks = Tasks(failures.append)
+    server.start(tasks)
+    try:
+        yield address
+    finally:
+        await server.stop()
+        await tasks.close()
+    assert not failures
 
 
 async def settled(condition: Callable[[], bool], within_s: float = 30.0) -> None:

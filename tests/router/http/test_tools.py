@@ -11,14 +11,11 @@ from typing import Any
 
 import openai
 import pytest
-from http_door import CHAT, HELLO, House, Script, toy_tokenizer
+from http_door import CHAT, HELLO, House, Script, served, toy_tokenizer
 
-from baton.cluster.config import Config
 from baton.cluster.config_router import RouterConfig
-from baton.cluster.rpc import Tasks
 from baton.engine.options import ModelOptions
 from baton.models.make_small import make_toy
-from router.http.server import HttpServer
 from router.tokenizer import Tokenizer
 from router.tools.families import BY_NAME, FAMILIES
 from router.tools.forms import Forms
@@ -70,18 +67,8 @@ def assembled(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def client(house: House) -> AsyncIterator[openai.AsyncOpenAI]:
-    server = HttpServer(Config(router=RouterConfig(http_port=0)), house.door)
-    address = server.bind(0)
-    failures: list[BaseException] = []
-    tasks = Tasks(failures.append)
-    server.start(tasks)
-    try:
-        async with openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0) as sdk:
-            yield sdk
-    finally:
-        await server.stop()
-        await tasks.close()
-    assert not failures
+    async with served(house.door) as address, openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0) as sdk:
+        yield sdk
 
 
 async def test_the_stream_of_a_call_equals_the_whole_answer(tokenizer: Tokenizer) -> None:
