@@ -14,7 +14,7 @@ import hmac
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
@@ -92,6 +92,7 @@ class Kept:
         self._clock = clock
         self._wall_clock = wall_clock
         self._again_at = -math.inf
+        self._away = False
 
     async def put(self, tenant: str, id_: str, answer: bytes) -> bool:
         """Whether the answer is kept. It is not if it is too large, or the store does not answer. Never raises."""
@@ -99,19 +100,14 @@ class Kept:
             return False
         sealed = await _run(len(answer), seal, answer, self._key, tenant, id_, self._wall_clock() + self._life_s)
         try:
-            return await self._answers.put(_digest(tenant), _name(tenant, id_), sealed, self._life_s)
-        except RegistryUnavailable as error:
-            self._pause(error)
+            return await self._ask(self._answers.put(_digest(tenant), _name(tenant, id_), sealed, self._life_s))
+        except Unreachable:
             return False
 
     async def get(self, tenant: str, id_: str) -> bytes | None:
         """None: the tenant has no answer of this id. Raises Unreachable."""
         self._check()
-        try:
-            sealed = await self._answers.get(_name(tenant, id_))
-        except RegistryUnavailable as error:
-            self._pause(error)
-            raise Unreachable from None
+        sealed = await self._ask(self._answers.get(_name(tenant, id_)))
         if sealed is None or len(sealed) > self._most_bytes:
             return None
         return await _run(len(sealed), unseal, sealed, self._key, tenant, id_, self._wall_clock())
@@ -119,11 +115,7 @@ class Kept:
     async def delete(self, tenant: str, id_: str) -> bool:
         """Whether there was one. Raises Unreachable."""
         self._check()
-        try:
-            return await self._answers.delete(_digest(tenant), _name(tenant, id_))
-        except RegistryUnavailable as error:
-            self._pause(error)
-            raise Unreachable from None
+        return await self._ask(self._answers.delete(_digest(tenant), _name(tenant, id_)))
 
     async def close(self) -> None:
         await self._answers.close()
@@ -133,9 +125,17 @@ class Kept:
         if self._clock() < self._again_at:
             raise Unreachable
 
-    def _pause(self, error: RegistryUnavailable) -> None:
-        self._again_at = self._clock() + AGAIN_S
-        log.warning("answers are neither kept nor found: %s", error)
+    async def _ask(self, question: Awaitable[T]) -> T:
+        try:
+            answer = await question
+        except RegistryUnavailable as error:
+            self._again_at = self._clock() + AGAIN_S
+            if not self._away:
+                log.warning("answers are neither kept nor found: %s", error)
+            self._away = True
+            raise Unreachable from None
+        self._away = False
+        return answer
 
 
 async def _run(size: int, function: Callable[..., T], *arguments: Any) -> T:
