@@ -366,7 +366,8 @@ OTHER_CLOCKS = {
 WALL_CLOCKS = {
     "baton/cluster/membership.py",
     "baton/cluster/otel.py",
-    *(f"router/{name}.py" for name in ("http/app", "http/connection", "http/openai_out", "journal", "kept", "rates", "service")),
+    *(f"router/http/{name}.py" for name in ("app", "connection", "openai_out", "responses_out")),
+    *(f"router/{name}.py" for name in ("journal", "kept", "rates", "service")),
 }
 
 

@@ -32,6 +32,7 @@ from baton.cluster.page_server import Headers as RawHeaders
 from baton.cluster.page_server import Page
 from router.http import openai_in, openai_out
 from router.http.api import Api, Writer
+from router.http.body import UNSUPPORTED
 from router.http.encoding import IDENTITY, check_encoding, unpack
 from router.http.errors import HttpError, bad_value, to_http, to_json
 from router.http.event_id import HEADER, Numbering, asks_for_ids, last_event, resume
@@ -40,6 +41,7 @@ from router.http.openai_in import Asked, Caller
 from router.http.openai_out import REASONING
 from router.http.openapi import document
 from router.http.pieces import InPieces, gather, list_of_ids, members
+from router.http.responses import Responses
 from router.http.stream import ClientGone, merge, while_connected
 from router.service import Event, GenerateService, Pieces, parts
 from router.tokenizer import Tokenizer
@@ -79,11 +81,14 @@ class HttpDoor:
         self._reasoning = REASONING if config.reasoning_field == "both" else (config.reasoning_field,)
         self._chats = openai_out.api(openai_in.chat, self._writer)
         self._completions = openai_out.api(openai_in.completion, self._writer)
+        self._responses = Responses(service, tokenizer, draw_id)
         self._created = int(time.time())
         self._document = to_json(document())
         routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._completion, methods=["POST"]),
+            Route("/v1/responses", self._respond, methods=["POST"]),
+            Route("/v1/responses/{id}", self._response, methods=["GET", "DELETE"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/tokenize", self._tokenize, methods=["POST"]),
@@ -129,6 +134,17 @@ class HttpDoor:
 
     async def _completion(self, request: Request) -> Response:
         return await self._generate(request, self._completions)
+
+    async def _respond(self, request: Request) -> Response:
+        return await self._generate(request, self._responses.api)
+
+    async def _response(self, request: Request) -> Response:
+        tenant, id_ = self._caller(request).tenant, request.path_params["id"]
+        if name := next(iter(request.query_params), None):
+            raise bad_value(name[:80], "is not supported here: an answer that is kept is sent whole", UNSUPPORTED)
+        if request.method == "DELETE":
+            return _json(await self._responses.delete(tenant, id_))
+        return Response(await self._responses.get(tenant, id_), media_type="application/json")
 
     def _api_of(self, path: str) -> Api:
         """Whose refusals the clients of a path read."""
@@ -297,7 +313,7 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     if not origins:
         return app
     told = ("x-request-id", "retry-after")
-    return CORSMiddleware(app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=told)
+    return CORSMiddleware(app, allow_origins=origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",), expose_headers=told)
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

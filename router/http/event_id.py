@@ -23,6 +23,7 @@ from router.service import Accepted, Part, Piece
 
 HEADER = "last-event-id"
 ASKING_HEADER = "x-event-ids"  # for clients that cannot change the body
+NO_IDS = "the streams of this API have no ids of events"
 MAX_CHARACTERS = 512
 DIGEST_BYTES = 9  # a multiple of three: no padding
 _ID = re.compile(r"([0-9]{1,9})\.([A-Za-z0-9_-]{12})\.([0-9]{1,20})\.([0-9]{1,10})\.([A-Za-z0-9_-]+)")
@@ -53,6 +54,8 @@ class EventId:
 
 def resume(asked: Asked, last: EventId, request_id: str) -> Asked:
     """What the client asks for, from after its last event on. `request_id`: the one that it chose itself, or empty. Raises HttpError."""
+    if not asked.resumable:
+        raise bad_value(HEADER, NO_IDS)
     if len(asked.asks) > 1:
         raise bad_value(HEADER, "only a stream of one choice can be resumed")
     (ask,) = asked.asks
@@ -122,6 +125,8 @@ def asks_for_ids(asked: Asked, headers: Mapping[str, str]) -> bool:
     given = headers.get(ASKING_HEADER, "false")
     if given not in ("true", "false"):
         raise bad_value(ASKING_HEADER, "must be true or false")
+    if given == "true" and not asked.resumable:
+        raise bad_value(ASKING_HEADER, NO_IDS)
     if given == "true" and len(asked.asks) > 1:
         raise bad_value(ASKING_HEADER, ONE_CHOICE)
     return asked.event_ids or given == "true"

@@ -63,6 +63,7 @@ class Asked:
     continuous_usage: bool = False
     token_ids: bool = False  # the answer names them
     event_ids: bool = False  # the events of the stream have ids
+    resumable: bool = True  # they can have
     sampling: bool = False  # the answer names the parameters that are in force
     names: Mapping[str, str] = field(default_factory=lambda: _NO_NAMES)  # field of an Ask → parameter
 

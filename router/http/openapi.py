@@ -7,6 +7,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from router.http.openai_in import Chat, Completion, Detokenize, Tokenize
+from router.http.responses_in import Response
 
 _Json = dict[str, Any]
 
@@ -17,6 +18,11 @@ def document() -> _Json:
     paths = {
         "/v1/chat/completions": {"post": _post("Answers a conversation.", "Chat", stream=True)},
         "/v1/completions": {"post": _post("Continues one or more texts.", "Completion", stream=True)},
+        "/v1/responses": {"post": _post("Answers a conversation, and keeps the answer.", "Response", stream=True)},
+        "/v1/responses/{id}": {
+            "get": _get("An answer that is kept.", refusals=_OF_KEPT) | {"parameters": [_ID]},
+            "delete": _get("Forgets an answer.", refusals=_OF_KEPT) | {"parameters": [_ID]},
+        },
         "/v1/models": {"get": _get("The model that is served.")},
         "/v1/models/{name}": {"get": _get("One model.", refusals=("401", "404")) | {"parameters": [_NAME]}},
         "/tokenize": {"post": _post("Token ids of a prompt.", "Tokenize")},
@@ -26,7 +32,7 @@ def document() -> _Json:
         "/livez": {"get": _get("Whether the process answers.", refusals=())},
         "/version": {"get": _get("The version of the software.", refusals=())},
     }
-    models = [(model, "validation") for model in (Chat, Completion, Tokenize, Detokenize)]
+    models = [(model, "validation") for model in (Chat, Completion, Response, Tokenize, Detokenize)]
     _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     schemas = made["$defs"] | {"Error": _ERROR}
     return {
@@ -38,6 +44,8 @@ def document() -> _Json:
     }
 
 
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_OF_KEPT = ("400", "401", "404", "503")
 _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 _ERROR = {
     "type": "object",

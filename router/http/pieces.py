@@ -36,15 +36,21 @@ async def gather(parts: Iterable[bytes], budget: TurnBudget) -> list[bytes]:
 
 
 def joined(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The same one by one: what is made of `parts` for the next piece is made when that is asked for."""
+    """The same one by one: what is made of `parts` for the next piece is made when that is asked for. Where `parts` fails, what it made
+    before comes first."""
     held: list[bytes] = []
     size = 0
-    for part in parts:
-        held.append(part)
-        size += len(part)
-        if size >= PIECE_BYTES:
+    try:
+        for part in parts:
+            held.append(part)
+            size += len(part)
+            if size >= PIECE_BYTES:
+                yield b"".join(held)
+                held, size = [], 0
+    except Exception:
+        if held:
             yield b"".join(held)
-            held, size = [], 0
+        raise
     if held:
         yield b"".join(held)
 

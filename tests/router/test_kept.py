@@ -70,6 +70,19 @@ async def test_a_record_is_bounded() -> None:
     assert await kept(store, most=100).get("one", "resp_1") is None, "a record of a router with another bound"
 
 
+async def test_a_store_that_is_away_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    clock, store = [0.0], MemoryAnswers(away=True)
+    one = kept(store, clock)
+    for _ in range(5):
+        assert not await one.put("one", "resp_1", VALUE)
+        clock[0] += AGAIN_S
+    assert store.asked == 5 and len(caplog.records) == 1
+    store.away = False
+    assert await one.put("one", "resp_1", VALUE)
+    store.away = True
+    assert not await one.put("one", "resp_1", VALUE) and len(caplog.records) == 2
+
+
 async def test_a_store_that_is_away_is_not_asked_again_for_a_moment() -> None:
     clock, store = [0.0], MemoryAnswers(away=True)
     one = kept(store, clock)

@@ -328,6 +328,30 @@ def test_tenants_do_not_share_cached_prefixes(small: Cluster) -> None:
         assert stream.result.usage.cached_tokens > 0, "a tenant is the same tenant at both doors"
 
 
+def test_a_conversation_goes_on_by_its_id_and_only_for_its_tenant(small: Cluster) -> None:
+    made = [openai.OpenAI(base_url=f"http://{small.http}/v1", api_key=key, max_retries=0) for key in ("key-a", "key-b")]
+    own, other = made
+    asked: dict[str, Any] = {"model": "toy", "temperature": 0, "max_output_tokens": 8, "extra_body": {"ignore_eos": True}}
+    first = own.responses.create(input="hi", **asked)
+    second = own.responses.create(input="on", previous_response_id=first.id, **asked)
+    first_prompt = b"user: hi\nassistant: "
+    assert first.output_text == said(first_prompt, max_tokens=8) and first.status == "incomplete"
+    whole = first_prompt + first.output_text.encode() + b"\nuser: on\nassistant: "
+    assert second.output_text == said(whole, max_tokens=8)
+    assert own.responses.retrieve(second.id).output_text == second.output_text
+    for call in (
+        lambda: other.responses.retrieve(second.id),
+        lambda: other.responses.create(input="x", previous_response_id=second.id, **asked),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            call()
+    own.responses.delete(second.id)
+    with pytest.raises(openai.NotFoundError):
+        own.responses.create(input="x", previous_response_id=second.id, **asked)
+    for client in made:
+        client.close()
+
+
 def test_a_tenant_has_one_quota_across_doors_and_keys(small: Cluster) -> None:
     def over_grpc(key: str) -> None:
         with Client(small.grpc, api_key=key) as grpc_client, grpc_client.generate("x", max_tokens=2) as stream:
@@ -381,7 +405,7 @@ def fuzzed(small: Cluster) -> Iterator[Fuzzed]:
 HEADERS = {"authorization": "Bearer key-a"}
 
 
-POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
 
 
 @pytest.mark.parametrize(
@@ -389,11 +413,12 @@ POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
     [
         *itertools.product(POSTS, (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)),
         ("/v1/models/{name}", GenerationMode.POSITIVE),  # any text is a valid name
+        ("/v1/responses/{id}", GenerationMode.POSITIVE),
     ],
 )
 def test_requests_generated_from_the_openapi_document_are_handled(fuzzed: Fuzzed, path: str, mode: GenerationMode) -> None:
     schema = schemathesis.openapi.from_url(f"http://{fuzzed.small.http}/openapi.json")
-    operation = schema[path]["GET" if "models" in path else "POST"]
+    operation = schema[path]["GET" if "{" in path else "POST"]
 
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
     @given(operation.as_strategy(generation_mode=mode))
@@ -407,6 +432,21 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "stop": ["x"], "seed": 1}),
     ("/v1/chat/completions", {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}, "n": 2, "max_tokens": 3}),
     ("/v1/completions", {"prompt": [[1, 2, 3], "abc"], "max_tokens": 3, "logit_bias": {"5": 1.5}, "temperature": 0.5}),
+    ("/v1/responses", {"input": "hello", "max_output_tokens": 3, "top_logprobs": 2, "metadata": {"a": "b"}, "include": []}),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "add"}]},
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+                {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "4"},
+            ],
+            "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}],
+            "stream": True,
+            "max_output_tokens": 3,
+        },
+    ),
     ("/tokenize", {"prompt": "some text"}),
     ("/detokenize", {"tokens": [1, 2, 3, 255]}),
 ]
@@ -454,6 +494,8 @@ def test_mutated_requests_are_handled(small: Cluster) -> None:
             sock.sendall(mutated(rng, post(body, path).replace(b"host: x", b"host: x\r\nauthorization: Bearer key-a")))
             sock.shutdown(socket.SHUT_WR)
             got = sock.recv(100)
+            while got.startswith(b"HTTP/1.1 100 "):  # an answer that takes its time
+                got = got.partition(b"\r\n\r\n")[2] or sock.recv(100)
             assert not got or re.match(rb"HTTP/1.1 (200|400|401|404|405|408|413|415|501|503) ", got), got
     asyncio.run(Fuzzed(small).over())
 

@@ -14,10 +14,28 @@ from router.http.body import Neutral, Rule
 from router.http.errors import HttpError
 from router.http.openai_in import Caller, Chat, Completion, chat, completion
 from router.http.openapi import document
+from router.http.responses_in import Response, response
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "http.md"
 PARAMETERS = Chat.model_fields | Completion.model_fields
 RULES = {name: next((one for one in info.metadata if isinstance(one, Rule)), None) for name, info in PARAMETERS.items()}
+READERS: dict[str, Any] = {"Chat": chat, "Completion": completion, "Response": response}
+ITEMS = st.lists(
+    st.sampled_from(
+        [
+            {"role": "user", "content": "x"},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x", "annotations": []}]},
+            {"type": "function_call", "call_id": "c", "name": "n", "arguments": "{}", "status": "completed"},
+            {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}]},
+            {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]},
+            {"type": "item_reference", "id": "x"},
+            {"role": "tool", "content": "x"},
+            {"type": "function_call"},
+            "x",
+        ]
+    ),
+    max_size=3,
+)
 VALUES = st.sampled_from(
     [
         None, True, False, 0, 1, -1, 0.5, 1 << 70, "", "x", "auto", "none", [], ["a"], [1], [[1], [2]], ["a", [1]], {}, {"5": 1},
@@ -50,15 +68,15 @@ def test_the_schemas_of_the_document_are_valid() -> None:
 @settings(max_examples=400, deadline=None)
 @example("Completion", {}, [], ["a", [1]])
 @given(
-    st.sampled_from(["Chat", "Completion"]),
-    st.dictionaries(st.sampled_from([*PARAMETERS, "other"]), VALUES, max_size=4),
+    st.sampled_from([*READERS]),
+    st.dictionaries(st.sampled_from([*PARAMETERS, *Response.model_fields, "other"]), VALUES, max_size=4),
     st.lists(MESSAGES, max_size=2),
-    VALUES,
+    VALUES | ITEMS,
 )
 def test_every_accepted_body_is_valid_by_the_document(name: str, fields: dict[str, Any], messages: list[Any], prompt: Any) -> None:
-    body = fields | ({"messages": messages} if name == "Chat" else {"prompt": prompt})
+    body = fields | {"Chat": {"messages": messages}, "Completion": {"prompt": prompt}, "Response": {"input": prompt}}[name]
     try:
-        (chat if name == "Chat" else completion)(json.dumps(body).encode(), Caller("r"))
+        READERS[name](json.dumps(body).encode(), Caller("r"))
     except HttpError:
         return
     validator(name).validate(body)
@@ -72,6 +90,13 @@ def test_every_accepted_body_is_valid_by_the_document(name: str, fields: dict[st
         ("Chat", {"messages": [{"role": "wizard", "content": "x"}]}),
         ("Chat", {"messages": [{"role": "user", "content": "x"}], "other": 1}),
         ("Chat", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}),
+        ("Response", {}),
+        ("Response", {"input": []}),
+        ("Response", {"input": [{"type": "item_reference", "id": "x"}]}),
+        ("Response", {"input": [{"type": "function_call", "call_id": "c"}]}),
+        ("Response", {"input": [{"role": "tool", "content": "x"}]}),
+        ("Response", {"input": "x", "response_format": {}}),
+        ("Response", {"input": "x", "background": True}),
         ("Completion", {"prompt": 1}),
         ("Completion", {"prompt": "x", "n": 0}),
         ("Completion", {"prompt": "x", "echo": True}),
