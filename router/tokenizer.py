@@ -63,6 +63,7 @@ class Tokenizer:
         # The library never forgets that a token was special, although it may be added again as an ordinary one.
         special = {token["content"] for token in tree.get("added_tokens") or () if token.get("special")}
         special |= {token.content for token in files.added if token.special}
+        self.added_ids = frozenset(added)  # read as one token wherever they are spelled out; control tokens and others
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.content in special)
         # An unknown character becomes the unknown token, so text may produce that token.
         self._control = self.special_ids - {self.id_for(_unknown(tree))}

@@ -27,6 +27,7 @@ class Forms:
     thinking: Thinking | None = None
     templated: bool = False  # the chat template tells the model of its tools
     marks: Mapping[int, bytes] = field(default_factory=dict)  # control tokens of the two, with their spelling
+    tokens: Mapping[str, int] = field(default_factory=dict)  # of the two, spelling → what no text of a grammar matches
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, tool_format: str = "auto", reasoning_format: str = "auto") -> "Forms":
@@ -34,9 +35,11 @@ class Forms:
         family = families.family_of(template) if tool_format == "auto" else families.BY_NAME[tool_format]
         thinks = thinking.thinking_of(template) if reasoning_format == "auto" else thinking.BY_NAME.get(reasoning_format)
         spelled = "\n".join((*_literals(family), *((thinks.begin, thinks.end) if thinks else ())))
-        names = {id_: tokenizer.name(id_) for id_ in tokenizer.special_ids}
-        marks = {id_: name.encode() for id_, name in names.items() if len(name) > 2 and name in spelled}
-        return cls(family, thinks, families.writes_tools(template), marks)
+        names = {id_: name for id_ in tokenizer.added_ids if len(name := tokenizer.name(id_)) > 2 and name in spelled}
+        marks = {id_: name.encode() for id_, name in names.items() if id_ in tokenizer.special_ids}
+        # The library takes every added token in angle brackets for a control token, as Qwen's `</think>`, which is none to the tokenizer.
+        tokens = {name: id_ for id_, name in names.items() if id_ in marks or name[0] + name[-1] == "<>"}
+        return cls(family, thinks, families.writes_tools(template), marks, tokens)
 
     def check(self, setting: Setting) -> None:
         """Raises INVALID_FIELD for what this model, or this cluster, cannot do."""
@@ -62,7 +65,7 @@ class Forms:
         opened = self.thinking is not None and is_open(self.thinking, prompt_end)
         required = setting.choice != "auto"
         text = lark(
-            self.family, tools, self._special, required=required, parallel=setting.parallel, thinking=self.thinking, opened=opened
+            self.family, tools, self.tokens, required=required, parallel=setting.parallel, thinking=self.thinking, opened=opened
         )  # fmt: skip
         if text is None:
             strict = next((i for i, tool in enumerate(setting.tools) if tool.strict), 0)
@@ -74,14 +77,10 @@ class Forms:
         """The form that the whole output has, if `form` is that of the answer. Raises INVALID_FIELD."""
         if self.thinking is None or not setting.splits_reasoning:
             return form
-        found = after_thinking(form, self.thinking, is_open(self.thinking, prompt_end), self._special)
+        found = after_thinking(form, self.thinking, is_open(self.thinking, prompt_end), self.tokens)
         if found is None:
             raise invalid("sampling.structured", f"kind {form.kind} has no place after this model's thinking; switch that off")
         return found
-
-    @property
-    def _special(self) -> dict[str, int]:
-        return {name.decode(): id_ for id_, name in self.marks.items()}
 
     def format(self, setting: Setting, prompt_end: str, id_of: Callable[[int], str]) -> Format | None:
         """What is told apart in an answer; None: nothing. `prompt_end`: text of the last TAIL ids of the prompt."""

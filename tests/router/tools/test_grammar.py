@@ -7,12 +7,15 @@ import llguidance
 import pytest
 import tokenizers
 from each import for_each
+from tokenizer_parts import tokenizer_of
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from tool_calls import written
 
 from baton.engine.core.grammar import Grammar, GrammarRefused
+from router.conversation import Setting, Tool
 from router.tools.delta import Message
 from router.tools.families import BY_NAME, FAMILIES
+from router.tools.forms import Forms
 from router.tools.grammar import after_thinking, lark
 from router.tools.reading import Format, read
 from router.tools.thinking import THINK
@@ -122,3 +125,18 @@ def test_a_grammar_of_the_clients_own_has_no_place_after_thinking() -> None:
     assert after_thinking(Grammar("lark", "start: /a/"), THINK, False, {}) is None
     with pytest.raises(GrammarRefused, match=r"\$\.not"):
         after_thinking(Grammar("json_schema", '{"not": {}}'), THINK, False, {})
+
+
+@for_each([True, False])
+def test_marks_that_are_added_tokens_are_named_by_their_ids_whether_control_tokens_or_not(special: bool) -> None:
+    """Qwen's `</think>` and `<tool_call>` are ordinary added tokens."""
+    made = tokenizer(())
+    (made.add_special_tokens if special else made.add_tokens)(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    forms = Forms.of(tokenizer_of(made.to_str(), template="{{ messages }}</think>"), "hermes")
+    ll = llguidance.LLTokenizer(made.to_str(), eos_token=0)
+    form = forms.beside_thinking(Grammar("choice", '["yes"]'), Setting(splits_reasoning=True), "<think>\n")
+    tools = forms.demand(Setting(tools=(Tool("time"),), choice="required"))
+    assert tools is not None
+    call = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+    assert allowed(form.text, "hm</think>yes", made, ll) and allowed(tools.grammar.text, call, made, ll)
+    assert allowed(tools.grammar.text, f"<think>hm</think>{call}", made, ll)
