@@ -1,6 +1,7 @@
 """What the calls to a worker carry, in its form on the wire."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
@@ -8,6 +9,7 @@ from baton.cluster.messages import plain
 from baton.cluster.records import WorkerRecord
 from baton.cluster.telemetry import NO_SPAN, Span
 from baton.engine.core.sampling import FIELDS
+from baton.engine.core.thinking import ThinkingBudget
 from baton.v1 import generation_pb2, worker_pb2
 from router.request import FinishReason, Request, Token
 from router.workers import Adopted, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
@@ -35,7 +37,12 @@ def to_job(request: Request, span: Span = NO_SPAN) -> worker_pb2.Job:
         cache_salt=request.salt,
         traceparent=span.traceparent,
         tracestate=span.tracestate,
+        thinking=_to_budget(request.params.thinking),
     )
+
+
+def _to_budget(budget: ThinkingBudget | None) -> worker_pb2.ThinkingBudget | None:
+    return None if budget is None else worker_pb2.ThinkingBudget(**asdict(budget))
 
 
 def to_addressee(worker: WorkerRecord) -> worker_pb2.Addressee:

@@ -116,6 +116,7 @@ def _setting(chat: pb.Chat) -> Setting:
         parallel=chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True,
         effort=chat.reasoning_effort or None,
         splits_reasoning=chat.separate_reasoning,
+        max_thinking=chat.max_thinking_tokens if chat.HasField("max_thinking_tokens") else None,
     )
     return PLAIN if setting == PLAIN else setting
 

@@ -9,8 +9,8 @@ goes on from there, as it does after the death of a worker. A receipt (`router.r
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from baton.cluster.errors import BatonError, Reason, invalid
 from baton.engine.core.block_key import extend_keys, root_key
 from baton.engine.core.grammar import GrammarRefused, GrammarsBusy
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.thinking import ThinkingBudget
 from baton.engine.facts.model_facts import Recommended
 from baton.engine.grammars.store import GrammarStore
 from router.admission import Admission
@@ -262,15 +263,19 @@ class GenerateService:
 
     async def _make_plan(self, ask: Ask, receipt: Receipt | None, deadline: float, trace: Trace) -> _Plan:
         served = self._served()
-        form, relaxed = ask.sampling.structured, await self._check_form(ask, served, deadline)
+        relaxed = await self._check_form(ask, served, deadline)
         prompt = await self._tokenize(ask, deadline)
+        thinking = None
         if ask.messages is not None:
-            ask, more = self._demanded(ask, self._tokenizer.spelled(prompt[-TAIL:]))
-            if ask.sampling.structured is not form:
-                relaxed = (relaxed or await self._check_form(ask, served, deadline)) + more
+            end = self._tokenizer.spelled(prompt[-TAIL:])
+            ask, more = self._demanded(ask, end)
+            thinking = self._forms.budget(ask.setting, end, partial(self._tokenizer.encode, add_special_tokens=False))
+            relaxed = (relaxed or await self._check_form(ask, served, deadline)) + more
+        await self._check_output(ask, thinking, served, deadline)
         params, stops = resolve(ask, len(prompt), served.max_model_len, self._draws.seed())
         if stops:
             params = replace(params, stop_token_ids=params.stop_token_ids | self._tokenizer.stop_tokens(stops))
+        params = replace(params, thinking=thinking) if thinking is not None else params
         id_ = ask.request_id or (receipt.request_id if receipt else self._draws.request_id())
         output = list(ask.output_so_far)
         digest = await self._off_loop(len(prompt) > LONG_PROMPT, deadline, prompt_digest, prompt)
@@ -299,19 +304,25 @@ class GenerateService:
         form = ask.sampling.structured
         if form is None:
             return ()
+        with _refusing("sampling.structured"):
+            return (await self._store(served).compiled(form, deadline - loop_time())).relaxed
+
+    async def _check_output(self, ask: Ask, thinking: ThinkingBudget | None, served: Served, deadline: float) -> None:
+        """Whether a worker can hold the rest of the output to its form and to the budget of its thinking. Raises like `_check_form`."""
+        form, output = ask.sampling.structured, list(ask.output_so_far)
+        if thinking is None and (form is None or not output):
+            return
+        with _refusing("max_thinking_tokens" if form is None else "sampling.structured"):
+            async with asyncio.timeout(deadline - loop_time()):
+                await self._store(served).ready(form, output, thinking)
+
+    def _store(self, served: Served) -> GrammarStore:
+        """Raises GrammarRefused."""
         if self._path is None:
-            raise invalid("sampling.structured", "the files of this model are not here")
+            raise GrammarRefused("the files of this model are not here")
         if self._grammars is None:
             self._grammars = GrammarStore(self._path, self._tokenizer.vocab_size, served.eos_token_ids)
-        try:
-            compiled = await self._grammars.compiled(form, deadline - loop_time())
-            if ask.output_so_far:
-                await self._grammars.ready(form, list(ask.output_so_far))
-        except GrammarRefused as error:
-            raise invalid("sampling.structured", str(error)) from None
-        except GrammarsBusy as error:
-            raise BatonError(Reason.SATURATED, str(error)) from None
-        return compiled.relaxed
+        return self._grammars
 
     def _demanded(self, ask: Ask, prompt_end: str) -> tuple[Ask, tuple[str, ...]]:
         """With the form of the whole output: of calls that are demanded, and of thinking. And what of it is not enforced."""
@@ -403,6 +414,16 @@ class GenerateService:
 
     def _clamp(self, timeout_s: float | None) -> float:
         return min(self._config.default_timeout_s if timeout_s is None else timeout_s, self._config.max_timeout_s)
+
+
+@contextmanager
+def _refusing(field: str) -> Iterator[None]:
+    try:
+        yield
+    except GrammarRefused as error:
+        raise invalid(field, str(error)) from None
+    except (GrammarsBusy, TimeoutError) as error:
+        raise BatonError(Reason.SATURATED, str(error) or "the form of the output was not ready in time") from None
 
 
 def parts(event: Event) -> tuple[Part, ...]:

@@ -43,6 +43,7 @@ ARROWS = {
     "baton.engine.grammars": {
         "baton.engine.core.grammar",
         "baton.engine.core.masks",
+        "baton.engine.core.thinking",
         "baton.engine.facts.tokenizer_files",
     },  # the router loads it: no torch
     "baton.engine.model": {"baton.engine.core", "baton.engine.facts"},
@@ -94,6 +95,7 @@ ARROWS = {
         "baton.engine.facts.model_facts",
         "baton.engine.core.grammar",
         "baton.engine.core.sampling",
+        "baton.engine.core.thinking",
         "baton.engine.grammars",
         "baton.engine.facts.tokenizer_files",
         "baton.clock",
@@ -146,7 +148,7 @@ HOMES = {
 PURE = (
     "baton/engine/defaults.py",
     "baton/engine/core/arrivals.py", "baton/engine/core/scheduler.py", "baton/engine/core/blocks.py", "baton/engine/core/sequence.py",
-    "baton/engine/core/grammar.py", "baton/engine/core/masks.py",
+    "baton/engine/core/grammar.py", "baton/engine/core/masks.py", "baton/engine/core/thinking.py", "baton/engine/grammars/closing.py",
     "baton/engine/grammars/keywords.py", "baton/engine/grammars/repetition.py",
     "baton/stages.py", "kvtransfer/lease.py",
     "baton/engine/vllm/block_events.py", "baton/engine/vllm/desk.py", "baton/engine/vllm/ledger.py",

@@ -75,7 +75,7 @@ class Addressee(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[int] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("request_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "traceparent", "tracestate")
+    __slots__ = ("request_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "traceparent", "tracestate", "thinking")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,7 @@ class Job(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    THINKING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
@@ -90,7 +91,28 @@ class Job(_message.Message):
     cache_salt: str
     traceparent: str
     tracestate: str
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
+    thinking: ThinkingBudget
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., thinking: _Optional[_Union[ThinkingBudget, _Mapping]] = ...) -> None: ...
+
+class ThinkingBudget(_message.Message):
+    __slots__ = ("max_tokens", "marks", "opened")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MARKS_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    marks: _containers.RepeatedCompositeFieldContainer[ThinkingMarks]
+    opened: bool
+    def __init__(self, max_tokens: _Optional[int] = ..., marks: _Optional[_Iterable[_Union[ThinkingMarks, _Mapping]]] = ..., opened: _Optional[bool] = ...) -> None: ...
+
+class ThinkingMarks(_message.Message):
+    __slots__ = ("begin", "ends", "closing")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    CLOSING_FIELD_NUMBER: _ClassVar[int]
+    begin: str
+    ends: _containers.RepeatedScalarFieldContainer[str]
+    closing: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, begin: _Optional[str] = ..., ends: _Optional[_Iterable[str]] = ..., closing: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("job", "to", "source", "asker", "uncached_tokens")

@@ -13,6 +13,7 @@ from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvLayout
 from baton.engine.core.sampling import FIELDS, Sampled, SamplingParams
 from baton.engine.core.sequence import Finish, Sequence
+from baton.engine.core.thinking import Marks, ThinkingBudget
 from baton.v1 import generation_pb2, worker_pb2
 from kvtransfer.handle import KvHandle, Piece, Wish
 
@@ -26,22 +27,28 @@ def to_sequence(job: worker_pb2.Job, model_fingerprint: str, hold: bool = False,
         id=f"{job.request_id}#{next(_numbers)}",
         tokens=list(job.token_ids),
         prompt_len=job.prompt_tokens,
-        params=to_params(job.sampling),
+        params=to_params(job),
         root=root_key(model_fingerprint, job.cache_salt),
         hold=hold,
         expires_at=math.inf if timeout_s is None else loop_time() + timeout_s,  # the clock of the engine's loop
     )
 
 
-def to_params(sampling: generation_pb2.SamplingParams) -> SamplingParams:
+def to_params(job: worker_pb2.Job) -> SamplingParams:
     """Reads every field by its name; a job sets all of them."""
+    sampling = job.sampling
     given = {name: getattr(sampling, name) for name in FIELDS}
     given["logit_bias"] = dict(sampling.logit_bias)
     given["logprobs"] = sampling.logprobs if sampling.HasField("logprobs") else None
     given["stop_token_ids"] = frozenset(sampling.stop_token_ids)
     form = sampling.structured
     given["structured"] = Grammar(form.kind, form.text, form.strict) if sampling.HasField("structured") else None
-    return SamplingParams(**given)
+    return SamplingParams(**given, thinking=_to_budget(job.thinking) if job.HasField("thinking") else None)
+
+
+def _to_budget(told: worker_pb2.ThinkingBudget) -> ThinkingBudget:
+    marks = tuple(Marks(each.begin, tuple(each.ends), tuple(each.closing)) for each in told.marks)
+    return ThinkingBudget(told.max_tokens, marks, told.opened)
 
 
 def to_token(sampled: Sampled) -> worker_pb2.GeneratedToken:

@@ -156,6 +156,7 @@ class Chat(Generation, Conversing):
     parallel_tool_calls: Boolean = None
     separate_reasoning: Boolean = None
     max_thinking_tokens: Integer = None
+    thinking_token_budget: Integer = None  # the same by vLLM's name
     functions: Annotated[Any, neutral([])] = None
     function_call: Annotated[Any, neutral("none", "auto")] = None
     modalities: Annotated[Any, neutral(["text"])] = None
@@ -208,6 +209,8 @@ def chat(body: bytes, caller: Caller) -> Asked:
         raise bad_value("max_tokens", "is the old name of max_completion_tokens; the two differ")
     if given.top_logprobs is not None and not given.logprobs:
         raise bad_value("top_logprobs", "needs logprobs to be true")
+    if None not in (given.max_thinking_tokens, given.thinking_token_budget) and given.max_thinking_tokens != given.thinking_token_budget:
+        raise bad_value("thinking_token_budget", "and max_thinking_tokens are two names of one thing; the two differ")
     logprobs = (given.top_logprobs or 0) if given.logprobs else None
     messages, names = conversation(given.messages)
     ask = Ask(
@@ -218,7 +221,7 @@ def chat(body: bytes, caller: Caller) -> Asked:
             setting_of(given, given.messages),
             parallel=given.parallel_tool_calls is not False,
             splits_reasoning=given.separate_reasoning is not False,
-            max_thinking=given.max_thinking_tokens,
+            max_thinking=given.thinking_token_budget if given.max_thinking_tokens is None else given.max_thinking_tokens,
         ),
         cache_salt=given.cache_salt or "",
         priority=given.priority or 0,

@@ -335,6 +335,8 @@ def in_force(event: Accepted) -> _Json:
     told |= {"structured_outputs": written(form)} if form is not None else {}
     told["logit_bias"] = {str(id_): bias for id_, bias in event.params.logit_bias.items()}
     told["stop_token_ids"] = sorted(event.params.stop_token_ids)
+    if (thinking := event.params.thinking) is not None:
+        told["max_thinking_tokens"] = thinking.max_tokens
     return told | {"stop": list(event.stops)}
 
 

@@ -1,13 +1,14 @@
 """How a served model writes calls and thinking: what its chat template says, or the configuration."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any
 
 from baton.cluster.errors import invalid
 from baton.engine.core.grammar import Grammar, GrammarRefused
+from baton.engine.core.thinking import Marks, ThinkingBudget
 from baton.engine.grammars.keywords import Reading, read_schema
 from router.conversation import Setting, Tool, named
 from router.tokenizer import Tokenizer
@@ -43,8 +44,10 @@ class Forms:
 
     def check(self, setting: Setting) -> None:
         """Raises INVALID_FIELD for what this model, or this cluster, cannot do."""
-        if setting.max_thinking is not None:
-            raise invalid("max_thinking_tokens", "is not supported: thinking cannot be ended early here")
+        if setting.max_thinking is not None and self.thinking is None:
+            raise invalid("max_thinking_tokens", "has no effect: this model does not think")
+        if setting.max_thinking is not None and not setting.splits_reasoning:
+            raise invalid("max_thinking_tokens", "needs separate_reasoning")
         if not setting.offered:
             return
         if self.family is None:
@@ -81,6 +84,18 @@ class Forms:
         if found is None:
             raise invalid("sampling.structured", f"kind {form.kind} has no place after this model's thinking; switch that off")
         return found
+
+    def budget(self, setting: Setting, prompt_end: str, encode: Callable[[str], Sequence[int]]) -> ThinkingBudget | None:
+        """When the thinking is closed by force; None: never. `encode`: text with control tokens → ids. What it takes for thinking is what
+        a reader of `format` takes for it."""
+        if setting.max_thinking is None or self.thinking is None:
+            return None
+        first, other = self.thinking, self.thinking.other
+        calls = self.family.ends_thinking if self.family is not None and setting.offered else ()
+        marks = [Marks(first.begin, (first.end, *calls), tuple(encode(first.closing)))]
+        if other is not None:
+            marks.append(Marks(other.begin, (other.end,), tuple(encode(other.closing))))
+        return ThinkingBudget(setting.max_thinking, tuple(marks), is_open(first, prompt_end))
 
     def format(self, setting: Setting, prompt_end: str, id_of: Callable[[int], str]) -> Format | None:
         """What is told apart in an answer; None: nothing. `prompt_end`: text of the last TAIL ids of the prompt."""

@@ -11,11 +11,12 @@ from router.tools.source import Reading, Source
 class Thinking:
     begin: str
     end: str
+    closing: str  # what ends it by force: the end, with the white space that the family's models put around it
     other: "Thinking | None" = None  # marks that the family's models write sometimes
 
 
-THINK = Thinking("<think>", "</think>")
-BY_NAME = {"think": THINK, "mistral": Thinking("[THINK]", "[/THINK]", THINK)}
+THINK = Thinking("<think>", "</think>", "\n</think>\n\n")
+BY_NAME = {"think": THINK, "mistral": Thinking("[THINK]", "[/THINK]", "[/THINK]", THINK)}
 
 
 def thinking_of(template: str | None) -> Thinking | None:

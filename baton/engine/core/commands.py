@@ -33,12 +33,13 @@ def facts(engine: Engine) -> Facts:
 
 async def prepare(grammars: Grammars | None, seq: Sequence) -> None:
     """Compiles the grammar of a sequence, off the engine's thread. Raises Malformed or QueueFull."""
-    if seq.params.structured is None or seq.matcher is not None or grammars is None:
+    form, thinking = seq.params.structured, seq.params.thinking
+    if (form is None and thinking is None) or seq.matcher is not None or grammars is None:
         return
     try:
-        seq.matcher = await grammars.ready(seq.params.structured, seq.tokens[seq.prompt_len :])
+        seq.matcher = await grammars.ready(form, seq.tokens[seq.prompt_len :], thinking)
     except GrammarRefused as error:
-        raise Malformed(f"structured: {error}") from None
+        raise Malformed(f"{'thinking' if form is None else 'structured'}: {error}") from None
     except GrammarsBusy as error:
         raise QueueFull(str(error)) from None
 

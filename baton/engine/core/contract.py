@@ -26,13 +26,15 @@ from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import Pool
 from baton.engine.core.masks import Matcher
 from baton.engine.core.sequence import Sequence
+from baton.engine.core.thinking import ThinkingBudget
 
 
 class Grammars(Protocol):
-    """What prepares grammars for an engine."""
+    """What prepares grammars for an engine, and what closes its thinking."""
 
-    async def ready(self, grammar: Grammar, output: Seq[int]) -> Matcher:
-        """`output`: what there is already. Raises GrammarRefused, also if the output does not match, or GrammarsBusy."""
+    async def ready(self, grammar: Grammar | None, output: Seq[int], thinking: ThinkingBudget | None = None) -> Matcher:
+        """For a grammar, a budget, or both. `output`: what there is already. Raises GrammarRefused, also if the output does not match, or
+        GrammarsBusy."""
         ...
 
 

@@ -298,8 +298,10 @@ def check(seq: Sequence, vocab_size: int, max_len: int) -> None:
         raise Malformed(f"a token id is outside the model's vocabulary of {vocab_size}")
     if not all(bias < math.inf for bias in seq.params.logit_bias.values()):
         raise Malformed("a logit_bias is not a number, or infinite")
-    if seq.params.structured is not None and seq.matcher is None:
+    if seq.matcher is None and seq.params.structured is not None:
         raise Malformed("structured: this engine cannot hold an output to a grammar")
+    if seq.matcher is None and seq.params.thinking is not None:
+        raise Malformed("max_thinking_tokens: this engine cannot end the thinking")
     if len(seq.tokens) + max(1, seq.remaining) > max_len:
         raise TooLong(f"{len(seq.tokens)} tokens and {seq.remaining} to come; one sequence may have {max_len}")
 

@@ -11,14 +11,24 @@ NOTHING: Words = np.zeros(0, np.int32)
 
 
 class Matcher(Protocol):
-    """Where one output stands in its grammar. For one thread at a time."""
+    """Where one output stands in its grammar, or in its thinking. For one thread at a time."""
 
-    failure: str  # why the library gave up; "" if it did not
+    @property
+    def failure(self) -> str:
+        """Why the library gave up; "" if it did not."""
+        ...
 
     def mask(self, output: Seq[int]) -> Words | None:
         """The tokens that may follow `output`, end tokens only where the document is complete. None if `output` itself does not match. No
         bit is set if nothing may follow, or if the library gave up (`failure`)."""
         ...
+
+
+def common(old: Seq[int], new: Seq[int]) -> int:
+    """How many tokens they begin with alike. Nearly always all of `old`."""
+    if new[: len(old)] == old:
+        return len(old)
+    return next((i for i, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), min(len(old), len(new)))
 
 
 def allows(words: Words, token: int) -> bool:

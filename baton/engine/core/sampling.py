@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from baton.engine.core.grammar import Grammar
+from baton.engine.core.thinking import ThinkingBudget
 
 LEAST_TOP_P = 1e-9  # what 0 becomes: samplers search for a share that is more than nothing
 GREEDY_BELOW = 1e-5  # temperatures below this count as 0: the division would overflow float32
@@ -77,9 +78,10 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     structured: Grammar | None = None  # the form of the output; min_tokens and ignore_eos then hold where anything but the end may follow
+    thinking: ThinkingBudget | None = None  # from the marks of the model's family, which a client does not know
 
 
-FIELDS = tuple(each.name for each in fields(SamplingParams))
+FIELDS = tuple(each.name for each in fields(SamplingParams) if each.name != "thinking")  # those of generation.proto
 NUMBERS: Mapping[str, Number] = MappingProxyType(
     {each.name: each.metadata["number"] for each in fields(SamplingParams) if "number" in each.metadata}
 )

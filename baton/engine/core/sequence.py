@@ -69,7 +69,7 @@ class Sequence:
     arrived_with: int = 0  # len(tokens) on arrival
     started_at: float | None = None  # the caller's clock when the first chunk was scheduled
     expires_at: float = math.inf  # on the same clock: from then on no client waits for it, and it is not started
-    matcher: Matcher | None = None  # of `params.structured`
+    matcher: Matcher | None = None  # of `params.structured` and `params.thinking`
     guessed: bool = False  # a version of a sequence in which guesses count as known; what follows a wrong one does not matter
 
     def __post_init__(self) -> None:
@@ -105,9 +105,10 @@ class Sequence:
         words = self.matcher.mask(self.tokens[self.prompt_len :])
         if words is None or not words.any():
             return None if self.guessed else NOTHING
-        young = self.output_len < self.params.min_tokens
-        early = self.params.stop_token_ids | eos if young else eos if self.params.ignore_eos else frozenset[int]()
-        return without(words, sorted(early)) if early else words
+        young, ended = self.output_len < self.params.min_tokens, self.params.structured is not None  # an end ends a document for good
+        early = self.params.stop_token_ids | eos if young else eos if self.params.ignore_eos and ended else frozenset[int]()
+        words = without(words, sorted(early)) if early else words
+        return None if (words == -1).all() else words
 
     def move(self, event: str) -> None:
         self.state = MOVES.after(self.state, event, f"sequence {self.id}")

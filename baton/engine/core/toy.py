@@ -99,6 +99,6 @@ def naive(
         total = 2 * width * sum((token + 1) * (position + 1) for position, token in enumerate(known))
         words = Sequence("", known, prompt_len, params, b"", matcher=matcher).words(frozenset([eos]))
         known.append(sample(total, params, len(known), vocab_size, words).token)
-        if known[-1] == eos and (matcher is not None or (not params.ignore_eos and made + 1 >= params.min_tokens)):
+        if known[-1] == eos and (params.structured is not None or (not params.ignore_eos and made + 1 >= params.min_tokens)):
             break
     return known[len(tokens) :]

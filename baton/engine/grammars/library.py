@@ -19,8 +19,10 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.engine.core.grammar import KINDS, Grammar, GrammarRefused
-from baton.engine.core.masks import Matcher, Words
+from baton.engine.core.masks import Matcher, Words, common
+from baton.engine.core.thinking import ThinkingBudget
 from baton.engine.facts.tokenizer_files import TokenizerFiles
+from baton.engine.grammars.closing import Closer
 from baton.engine.grammars.keywords import COMPACT, MAX_BYTES, MAX_WRITTEN_OUT, Reading, joined, read_schema
 from baton.engine.grammars.repetition import written_out
 
@@ -54,6 +56,11 @@ class Vocabulary:
         """Raises ValueError, also for a tokenizer that cannot be read, and OSError."""
         return cls(TokenizerFiles.read(model_path), vocab_size, eos_token_ids)
 
+    def spelled(self, token: int, marks: str) -> bytes:
+        """The bytes that a token adds to the text. A control token has none, unless it is in `marks`."""
+        piece: bytes = self.tokens.decode_bytes([token])
+        return b"" if self.tokens.is_special_token(token) and piece.decode(errors="replace") not in marks else piece
+
 
 def _definition(files: TokenizerFiles) -> str:
     tree = json.loads(files.definition)
@@ -69,14 +76,20 @@ def _definition(files: TokenizerFiles) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """`relaxed`: what of a schema is not enforced, because the request is not strict; sentences with paths."""
+    """`base`: None for a request that only bounds its thinking. `relaxed`: what of a schema is not enforced, because the request is not
+    strict; sentences with paths."""
 
+    vocabulary: Vocabulary
     base: Any
     relaxed: tuple[str, ...] = ()
 
-    def matcher(self, output: Seq[int] = ()) -> Matcher:
+    def matcher(self, output: Seq[int] = (), thinking: ThinkingBudget | None = None) -> Matcher:
         """Raises GrammarRefused if `output` does not match."""
-        made = Follower(self.base)
+        made: Matcher | None = Follower(self.base) if self.base is not None else None
+        if thinking is not None:
+            marks = "\n".join(text for each in thinking.marks for text in (each.begin, *each.ends))
+            made = Closer(thinking, lambda token: self.vocabulary.spelled(token, marks), self.vocabulary.tokens.vocab_size, made)
+        assert made is not None
         if output and made.mask(list(output)) is None:
             raise GrammarRefused("the output so far does not fit it")
         return made
@@ -94,13 +107,13 @@ def compile_grammar(vocabulary: Vocabulary, grammar: Grammar) -> Compiled:
         raise GrammarRefused("is not valid Unicode") from None
     if grammar.kind == "json_schema":
         return _compile_schema(vocabulary, read_schema(grammar.text, grammar.strict), grammar.strict)
-    return Compiled(_matcher(vocabulary, _WRITTEN[grammar.kind](grammar.text)))
+    return Compiled(vocabulary, _matcher(vocabulary, _WRITTEN[grammar.kind](grammar.text)))
 
 
 def _compile_schema(vocabulary: Vocabulary, reading: Reading, strict: bool) -> Compiled:
     text, relaxed = json.dumps(reading.schema), tuple(reading.dropped)
     try:
-        return Compiled(_matcher(vocabulary, _written_schema(text, False)), relaxed)
+        return Compiled(vocabulary, _matcher(vocabulary, _written_schema(text, False)), relaxed)
     except GrammarRefused as refused:
         if "oneOf" not in refused.why:
             raise GrammarRefused(refused.why, _blamed(refused.why, reading)) from None
@@ -109,7 +122,7 @@ def _compile_schema(vocabulary: Vocabulary, reading: Reading, strict: bool) -> C
         raise GrammarRefused(why, ", ".join(reading.one_of))
     relaxed += tuple(f"{path}: read as anyOf, as {why}" for path in reading.one_of)
     try:
-        return Compiled(_matcher(vocabulary, _written_schema(text, True)), relaxed)
+        return Compiled(vocabulary, _matcher(vocabulary, _written_schema(text, True)), relaxed)
     except GrammarRefused as refused:
         raise GrammarRefused(refused.why, _blamed(refused.why, reading)) from None
 
@@ -235,7 +248,7 @@ class Follower:
 
     def _follow(self, output: Seq[int]) -> bool:
         """Whether the whole output matches. Consumes only what is certain to be accepted: a wrong token would be an error for ever."""
-        same = _common(self._seen, output)
+        same = common(self._seen, output)
         if (back := len(self._seen) - same) and not self._at.rollback(back):
             self._restart()
             same = 0
@@ -250,10 +263,3 @@ class Follower:
 
     def _restart(self) -> None:
         self._at, self._seen = self._base.deep_copy(), []
-
-
-def _common(old: Seq[int], new: Seq[int]) -> int:
-    """How many tokens they begin with alike. Nearly always all of `old`."""
-    if new[: len(old)] == old:
-        return len(old)
-    return next((i for i, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), min(len(old), len(new)))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.engine.core.grammar import Grammar, GrammarRefused, GrammarsBusy
+from baton.engine.core.thinking import ThinkingBudget
 
 if TYPE_CHECKING:
     from baton.engine.core.masks import Matcher
@@ -29,18 +30,19 @@ class GrammarStore:
     def __init__(self, model_path: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._facts = model_path, vocab_size, sorted(eos_token_ids)
         self._vocabulary: Vocabulary | ValueError | None = None
-        self._done: OrderedDict[Grammar, Compiled | GrammarRefused] = OrderedDict()
-        self._begun: dict[Grammar, asyncio.Future[Compiled | GrammarRefused]] = {}
+        self._done: OrderedDict[Grammar | None, Compiled | GrammarRefused] = OrderedDict()
+        self._begun: dict[Grammar | None, asyncio.Future[Compiled | GrammarRefused]] = {}
         self._thread = ThreadPoolExecutor(1, "grammars")  # a second hostile grammar waits for the first, and the cores are free
 
-    async def ready(self, grammar: Grammar, output: Seq[int]) -> "Matcher":
+    async def ready(self, grammar: Grammar | None, output: Seq[int], thinking: ThinkingBudget | None = None) -> "Matcher":
         compiled = await self.compiled(grammar, WITHIN_S)
         if len(output) < REPLAYED_HERE:
-            return compiled.matcher(output)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, compiled.matcher, output)
+            return compiled.matcher(output, thinking)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, compiled.matcher, output, thinking)
 
-    async def compiled(self, grammar: Grammar, within_s: float) -> "Compiled":
-        """Raises GrammarRefused or GrammarsBusy. A compilation that was given up goes on, and is remembered."""
+    async def compiled(self, grammar: Grammar | None, within_s: float) -> "Compiled":
+        """Raises GrammarRefused or GrammarsBusy. A compilation that was given up goes on, and is remembered. None: without a grammar, only
+        the bytes of the tokens are needed."""
         found = self._done.get(grammar)
         if found is None:
             found = await self._compiled(grammar, within_s)
@@ -53,7 +55,7 @@ class GrammarStore:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _compiled(self, grammar: Grammar, within_s: float) -> "Compiled | GrammarRefused":
+    async def _compiled(self, grammar: Grammar | None, within_s: float) -> "Compiled | GrammarRefused":
         future = self._begun.get(grammar)
         if future is None:
             if len(self._begun) >= WAITING:
@@ -67,8 +69,8 @@ class GrammarStore:
         except TimeoutError:
             raise GrammarsBusy("the grammar was not compiled in time") from None
 
-    def _compile(self, grammar: Grammar) -> "Compiled | GrammarRefused":
-        from baton.engine.grammars.library import Vocabulary, compile_grammar
+    def _compile(self, grammar: Grammar | None) -> "Compiled | GrammarRefused":
+        from baton.engine.grammars.library import Compiled, Vocabulary, compile_grammar
 
         if self._vocabulary is None:
             try:
@@ -78,11 +80,11 @@ class GrammarStore:
         if isinstance(self._vocabulary, ValueError):
             return GrammarRefused(str(self._vocabulary))
         try:
-            return compile_grammar(self._vocabulary, grammar)
+            return Compiled(self._vocabulary, None) if grammar is None else compile_grammar(self._vocabulary, grammar)
         except GrammarRefused as refused:
             return refused
 
-    def _remember(self, grammar: Grammar, future: "asyncio.Future[Compiled | GrammarRefused]") -> None:
+    def _remember(self, grammar: Grammar | None, future: "asyncio.Future[Compiled | GrammarRefused]") -> None:
         del self._begun[grammar]
         if not future.cancelled() and future.exception() is None:
             self._done[grammar] = future.result()

@@ -10,6 +10,7 @@ import pytest
 
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import FIELDS, NUMBERS, Range, SamplingParams
+from baton.engine.core.thinking import Marks, ThinkingBudget
 from baton.v1 import generation_pb2
 from baton.worker.wire import to_params
 from router.calls import to_job
@@ -42,13 +43,14 @@ def test_the_engine_receives_what_the_router_resolved() -> None:
     values: dict[str, Any] = {
         "max_tokens": 7, "min_tokens": 3, "seed": 1 << 63, "logit_bias": {5: 1.5}, "logprobs": 2, "stop_token_ids": frozenset({9, 4}),
         "ignore_eos": True, "structured": Grammar("regex", "a+", False),
+        "thinking": ThinkingBudget(3, (Marks("<a>", ("<b>", "c"), (1, 2)), Marks("<d>", ("<e>",), (3,))), True),
     }  # fmt: skip
     numbers: dict[str, Any] = {name: other(name) for name in NUMBERS}
     params = SamplingParams(**values, **numbers)
     assert all(getattr(params, each.name) != each.default for each in fields(SamplingParams) if each.default is not MISSING)
     for sent in (params, SamplingParams(max_tokens=1), replace(params, logprobs=0)):
         request: Any = SimpleNamespace(id="r", tokens=[1], prompt_len=1, salt="", params=sent)
-        assert to_params(to_job(request).sampling) == sent
+        assert to_params(to_job(request)) == sent
 
 
 @pytest.mark.parametrize("name", NUMBERS)

@@ -22,9 +22,12 @@ from baton.engine.core.masks import Matcher, without
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Finish, Sequence, State
+from baton.engine.core.thinking import Marks, ThinkingBudget
 from baton.engine.core.toy import ToyRunner, naive
-from baton.engine.grammars.library import Vocabulary, compile_grammar
+from baton.engine.grammars.library import Compiled, Vocabulary, compile_grammar
 from baton.models.make_small import make_toy
+from router.tools.grammar import after_thinking
+from router.tools.thinking import THINK
 
 BLOCK, EOS = 4, 256
 CONFIG = {"vocab_size": 257, "eos_token_id": EOS, "max_position_embeddings": 4096, "kv_width": 8}
@@ -42,6 +45,11 @@ FORMS = (
 )
 
 
+CLOSING = "\n</think>\n\n"
+BUDGET = ThinkingBudget(9, (Marks("<think>", ("</think>",), tuple(CLOSING.encode())),), opened=True)
+AFTER = after_thinking(FORMS[1], THINK, True, {})
+
+
 @cache
 def vocabulary() -> Vocabulary:
     with TemporaryDirectory() as folder:
@@ -50,12 +58,12 @@ def vocabulary() -> Vocabulary:
 
 
 @cache
-def compiled(form: Grammar) -> Any:
-    return compile_grammar(vocabulary(), form)
+def compiled(form: Grammar | None) -> Any:
+    return compile_grammar(vocabulary(), form) if form else Compiled(vocabulary(), None)
 
 
-def matcher(form: Grammar | None) -> Matcher | None:
-    found: Matcher | None = compiled(form).matcher() if form else None
+def matcher(form: Grammar | None, thinking: ThinkingBudget | None = None) -> Matcher | None:
+    found: Matcher | None = compiled(form).matcher((), thinking) if form or thinking else None
     return found
 
 
@@ -66,7 +74,7 @@ class Guesser:
         self._rng = random.Random(seed)
 
     def __call__(self, seq: Sequence, most: int) -> list[int]:
-        whole = naive(seq.tokens[: seq.prompt_len], seq.params, matcher=matcher(seq.params.structured))
+        whole = expected(seq)
         known = whole[seq.output_len : seq.output_len + self._rng.randint(0, 5)]
         return [token if self._rng.random() < 0.7 else self._rng.randrange(257) for token in known]
 
@@ -82,7 +90,8 @@ def make(kind: str, guesses: bool = False, blocks: int = 64) -> Engine:
 
 def sequence(name: str, tokens: list[int], form: Grammar | None, prompt_len: int | None = None, **params: Any) -> Sequence:
     values: dict[str, Any] = {"max_tokens": 40, "seed": len(name), "structured": form, **params}
-    return Sequence(name, list(tokens), prompt_len or len(tokens), SamplingParams(**values), ROOT, matcher=matcher(form))
+    held = matcher(form, values.get("thinking"))
+    return Sequence(name, list(tokens), prompt_len or len(tokens), SamplingParams(**values), ROOT, matcher=held)
 
 
 def drain(engine: Engine) -> dict[str, list[Output]]:
@@ -102,7 +111,7 @@ def text(tokens: list[int]) -> str:
 
 
 def expected(seq: Sequence) -> list[int]:
-    return naive(seq.tokens[: seq.prompt_len], seq.params, matcher=matcher(seq.params.structured))
+    return naive(seq.tokens[: seq.prompt_len], seq.params, matcher=matcher(seq.params.structured, seq.params.thinking))
 
 
 @pytest.mark.parametrize("guesses", [False, True])
@@ -125,6 +134,26 @@ def test_a_crowd_with_and_without_grammars_equals_the_oracle(kind: str, guesses:
     assert ended
     for seq in ended:
         Draft202012Validator(SCHEMA).validate(json.loads(text(wanted[seq.id][:-1])))
+
+
+@pytest.mark.parametrize("guesses", [False, True])
+@pytest.mark.parametrize("kind", ["engine", "overlap"])
+def test_a_crowd_whose_thinking_is_closed_equals_the_oracle(kind: str, guesses: bool) -> None:
+    rng = random.Random(7)
+    engine = make(kind, guesses, blocks=16)
+    crowd = [
+        sequence("s" * n, [rng.randrange(256)] * rng.randint(1, 12), form, thinking=thinking, seed=rng.randrange(1 << 40), min_tokens=25)
+        for n, (form, thinking) in enumerate([(None, BUDGET), (AFTER, BUDGET), (None, None)] * 6, 1)
+    ]
+    wanted = {seq.id: expected(seq) for seq in crowd}
+    for seq in crowd:
+        engine.add(seq)
+    outputs = drain(engine)
+    assert {name: [each.sampled.token for each in of if each.sampled] for name, of in outputs.items()} == wanted
+    assert engine.counts.preemptions and (not guesses or 0 < engine.counts.accepted_tokens < engine.counts.drafted_tokens)
+    for seq in crowd:
+        at = bytes(token for token in wanted[seq.id] if token != EOS).find(CLOSING.encode())
+        assert (9 <= at < 13) == (seq.params.thinking is not None)
 
 
 @pytest.mark.parametrize("kind", ["engine", "overlap"])
