@@ -140,10 +140,17 @@ class Generation(Numbers):  # type: ignore[misc]
     safety_identifier: Whatever = None
     prompt_cache_key: Whatever = None
     prompt_cache_retention: Whatever = None
+    prompt_cache_options: Whatever = None
     service_tier: Annotated[Any, neutral("auto", "default")] = None
     skip_special_tokens: Annotated[Any, neutral(True)] = None
     include_stop_str_in_output: Annotated[Any, neutral(False)] = None
     prompt_logprobs: Annotated[Any, neutral()] = None
+    use_beam_search: Annotated[Any, neutral(False)] = None
+    length_penalty: Annotated[Any, neutral(1.0, 1)] = None
+    spaces_between_special_tokens: Annotated[Any, neutral(True)] = None
+    bad_words: Annotated[Any, neutral([])] = None
+    return_tokens_as_token_ids: Annotated[Any, neutral(False)] = None
+    return_token_offsets: Annotated[Any, neutral(False)] = None
 
 
 class Chat(Generation, Conversing):
@@ -165,6 +172,8 @@ class Chat(Generation, Conversing):
     verbosity: Annotated[Any, neutral("medium")] = None
     web_search_options: Annotated[Any, neutral()] = None
     chat_template: Annotated[Any, neutral()] = None
+    include_reasoning: Annotated[Any, neutral(True)] = None
+    documents: Annotated[Any, neutral([])] = None
 
 
 class Completion(Generation):
