@@ -30,7 +30,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys
 from baton.cluster.page_server import Headers as RawHeaders
 from baton.cluster.page_server import Page
-from router.http import openai_in, openai_out
+from router.http import openai_in, openai_out, unserved
 from router.http.api import Api, Writer
 from router.http.body import UNSUPPORTED
 from router.http.encoding import IDENTITY, check_encoding, unpack
@@ -100,7 +100,7 @@ class HttpDoor:
             Route("/openapi.json", self._openapi),
             *([] if metrics is None else [Route("/metrics", self._scrape)]),
         ]
-        self._router = Router(routes, redirect_slashes=False)
+        self._router = Router(routes, redirect_slashes=False, default=_not_found)
 
     def _writer(self, asked: Asked, request_id: str) -> Writer:
         return openai_out.Writer(asked, self._tokenizer, request_id, self._service.model_name, reasoning=self._reasoning)
@@ -302,7 +302,7 @@ class HttpDoor:
                 return to_http(BatonError(Reason.CANCELLED, "the client left or stopped reading"))
             case asyncio.CancelledError():
                 return to_http(BatonError(Reason.DRAINING, "this router is closing"))
-            case HTTPException():  # from starlette's router: unknown path, or wrong method
+            case HTTPException():  # from starlette's router: wrong method
                 return HttpError(error.status_code, error.detail, headers=error.headers)
         log.error("an HTTP request failed", exc_info=error)
         return to_http(BatonError(Reason.INTERNAL, "the request failed on our side"))
@@ -314,6 +314,10 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         return app
     told = ("x-request-id", "retry-after")
     return CORSMiddleware(app, allow_origins=origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",), expose_headers=told)
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    raise HttpError(404, unserved.sentence(scope["path"]))
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -359,6 +359,36 @@ async def test_the_actual_length_of_a_body_counts_and_not_the_announced_one(toke
     assert (await house.post(CHAT, body.ljust(1024))).status == 200
 
 
+@pytest.mark.parametrize(
+    "path, says",
+    [
+        ("/v1/embeddings", "/v1/chat/completions"),
+        ("/embed", "/v1/chat/completions"),
+        ("/v1/moderations", "/v1/chat/completions"),
+        ("/v1/audio/transcriptions", "/v1/chat/completions"),
+        ("/v1/images/generations", "/v1/chat/completions"),
+        ("/v1/files", "messages"),
+        ("/v1/batches/batch_1/cancel", "priority"),
+        ("/v1/threads/t/runs", "keeps nothing"),
+        ("/v1/assistants", "keeps nothing"),
+        ("/v2/rerank", "/v1/chat/completions"),
+        ("/v1/score", "/v1/chat/completions"),
+        ("/v1/load_lora_adapter", "baton"),
+        ("/inference/v1/abort_requests", "close the connection"),
+        ("/api/chat", "/v1/chat/completions"),
+        ("/v1/no-such", "/openapi.json"),
+        ("/v1", "/openapi.json"),
+        ("/" + "x" * 3000, "/openapi.json"),
+    ],
+)
+async def test_what_is_not_served_says_what_is(house: House, path: str, says: str) -> None:
+    """404 with every method: the SDK tries again after 501."""
+    for answer in (await house.post(path), await house.get(path), await house.get(path, method="DELETE")):
+        assert (answer.status, answer.error["code"]) == (404, "not_found")
+        assert says in answer.error["message"] and path[:80] in answer.error["message"] and len(answer.error["message"]) < 300
+    assert not house.script.begun
+
+
 async def test_unknown_paths_and_methods_are_refused(house: House) -> None:
     assert (await house.get("/v1/embeddings")).error["code"] == "not_found"
     for method in ("GET", "OPTIONS", "PUT", "DELETE"):
