@@ -34,7 +34,7 @@ from router.gate import Gate
 from router.journal import REFUSALS, Entry, Journal
 from router.kept import Kept
 from router.rates import Rates, Unlimited
-from router.request import FinishReason, Request, Token, Tokens, Trace
+from router.request import FinishReason, Request, Stopwatch, Token, Tokens, Trace
 from router.resume import Receipt, prompt_digest, receipt_key
 from router.served import Served, ServedModel
 from router.tokenizer import Tokenizer
@@ -61,6 +61,15 @@ class Accepted:
     output_tokens: int = 0
     shown: int = 0
     relaxed: tuple[str, ...] = ()  # what of the form is not enforced, because the request is not strict
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A request as the workers would see it."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    stops: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +224,13 @@ class GenerateService:
         self._check(ask)
         return await self._tokenize(ask, loop_time() + self._config.default_timeout_s)
 
+    async def render(self, ask: Ask) -> Rendered:
+        """What `generate` would compute of `ask`. Nothing is computed, and nothing is charged. Raises BatonError."""
+        ask = replace(ask, sampling=recommend(ask.sampling, self._recommended))
+        self._check(ask)
+        plan = await self._make_plan(ask, None, loop_time() + self._config.default_timeout_s, Trace(Stopwatch(loop_time)))
+        return Rendered(plan.request.tokens, plan.request.params, plan.stops)
+
     async def detokenize(self, ask: Ask) -> str:
         """Returns the text of the token ids of `ask`. Raises BatonError as `tokenize` does."""
         return await asyncio.to_thread(self._tokenizer.decode, await self.tokenize(ask))
@@ -265,11 +281,10 @@ class GenerateService:
         served = self._served()
         relaxed = await self._check_form(ask, served, deadline)
         prompt = await self._tokenize(ask, deadline)
-        thinking = None
+        end = self._tokenizer.spelled(prompt[-TAIL:])
+        thinking = self._forms.budget(ask.setting, end, partial(self._tokenizer.encode, add_special_tokens=False))
         if ask.messages is not None:
-            end = self._tokenizer.spelled(prompt[-TAIL:])
             ask, more = self._demanded(ask, end)
-            thinking = self._forms.budget(ask.setting, end, partial(self._tokenizer.encode, add_special_tokens=False))
             relaxed = (relaxed or await self._check_form(ask, served, deadline)) + more
         await self._check_output(ask, thinking, served, deadline)
         params, stops = resolve(ask, len(prompt), served.max_model_len, self._draws.seed())

@@ -16,6 +16,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from router.http.body import Body, Neutral
 from router.http.openai_in import Chat, Completion
+from router.http.tokens_in import Generate, TokenSampling
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "apis.md"
 BEGIN, END = "<!-- fields: written by scripts/api_fields.py -->", "<!-- end of fields -->"
@@ -33,6 +34,19 @@ VLLM_CHAT = (
     "include_reasoning", "media_io_kwargs", "mm_processor_kwargs", "return_prompt_text",
 )  # fmt: skip
 VLLM_COMPLETION = (*VLLM, "prompt_embeds", "response_format")
+VLLM_GENERATE = (
+    "cache_salt", "content_parts", "ec_transfer_params", "features", "kv_transfer_params", "model", "output_mode", "priority",
+    "reasoning_ended", "reasoning_parser_kwargs", "request_id", "return_token_ids", "sampling_params", "stream", "stream_options",
+    "token_ids", "token_offsets",
+)  # fmt: skip
+VLLM_SAMPLING = (
+    "allowed_token_ids", "bad_words", "detokenize", "extra_args", "flat_logprobs", "frequency_penalty", "ignore_eos",
+    "include_stop_str_in_output", "logit_bias", "logprob_token_ids", "logprobs", "max_tokens", "min_p", "min_tokens", "n",
+    "output_kind", "output_text_buffer_length", "presence_penalty", "prompt_logprob_start", "prompt_logprob_token_ids",
+    "prompt_logprobs", "repetition_detection", "repetition_penalty", "routed_experts_prompt_start", "seed", "skip_clone",
+    "skip_reading_prefix_cache", "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids", "stream_interval",
+    "structured_outputs", "temperature", "thinking_token_budget", "top_k", "top_p", "trace_decode_token_ids", "watermarking",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,6 +83,8 @@ APIS = (
         },
         {"best_of": "only the value of `n`"},
     ),
+    Api("`POST /inference/v1/generate`", Generate, {"vLLM": frozenset(VLLM_GENERATE)}),
+    Api("`sampling_params` of `/inference/v1/generate`", TokenSampling, {"vLLM": frozenset(VLLM_SAMPLING)}),
 )
 
 

@@ -30,7 +30,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys
 from baton.cluster.page_server import Headers as RawHeaders
 from baton.cluster.page_server import Page
-from router.http import openai_in, openai_out, unserved
+from router.http import openai_in, openai_out, tokens_in, unserved
 from router.http.api import Api, Writer
 from router.http.body import UNSUPPORTED
 from router.http.encoding import IDENTITY, check_encoding, unpack
@@ -43,13 +43,13 @@ from router.http.openapi import document
 from router.http.pieces import InPieces, gather, list_of_ids, members
 from router.http.responses import Responses
 from router.http.stream import ClientGone, merge, while_connected
+from router.http.tokens_out import GenerateWriter
 from router.service import Event, GenerateService, Pieces, parts
 from router.tokenizer import Tokenizer
 from router.turn_budget import TurnBudget
-from router.validate import MAX_REQUEST_ID, Ask
+from router.validate import Ask
 
 log = logging.getLogger(__name__)
-REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/+=@-]{{1,{MAX_REQUEST_ID - 8}}}")  # leaves room for the number of a choice
 AT_ONCE_BYTES = 64 << 10  # a longer body is read in a thread: others then wait for one step at a time, not for all of them
 TIMEOUT_HEADER = "x-request-timeout-ms"
 T = TypeVar("T")
@@ -82,6 +82,7 @@ class HttpDoor:
         self._chats = openai_out.api(openai_in.chat, self._writer)
         self._completions = openai_out.api(openai_in.completion, self._writer)
         self._responses = Responses(service, tokenizer, draw_id)
+        self._token_lists = openai_out.api(tokens_in.generate, self._token_writer)
         self._created = int(time.time())
         self._document = to_json(document())
         routes = [
@@ -89,6 +90,8 @@ class HttpDoor:
             Route("/v1/completions", self._completion, methods=["POST"]),
             Route("/v1/responses", self._respond, methods=["POST"]),
             Route("/v1/responses/{id}", self._response, methods=["GET", "DELETE"]),
+            Route("/v1/chat/completions/render", self._render, methods=["POST"]),
+            Route("/inference/v1/generate", self._tokens, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/tokenize", self._tokenize, methods=["POST"]),
@@ -105,9 +108,12 @@ class HttpDoor:
     def _writer(self, asked: Asked, request_id: str) -> Writer:
         return openai_out.Writer(asked, self._tokenizer, request_id, self._service.model_name, reasoning=self._reasoning)
 
+    def _token_writer(self, asked: Asked, request_id: str) -> Writer:
+        return GenerateWriter(asked, self._tokenizer, request_id, self._service.model_name)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else self._draw_id()
+        request_id = given if openai_in.REQUEST_ID.fullmatch(given) else self._draw_id()
         scope["app"] = self  # starlette's router looks for it before it refuses
         scope["state"] = {"request_id": request_id}
         scope["path"] = scope["path"].rstrip("/") or "/"  # some clients end a path with a slash, and a redirect would lose their body
@@ -145,6 +151,18 @@ class HttpDoor:
         if request.method == "DELETE":
             return _json(await self._responses.delete(tenant, id_))
         return Response(await self._responses.get(tenant, id_), media_type="application/json")
+
+    async def _tokens(self, request: Request) -> Response:
+        return await self._generate(request, self._token_lists)
+
+    async def _render(self, request: Request) -> Response:
+        caller = self._caller(request)
+        asked = await self._read(request, lambda body: openai_in.chat(body, caller))
+        try:
+            made = await self._service.render(asked.asks[0])
+        except BatonError as error:
+            raise to_http(error, asked.names) from None
+        return _json(tokens_in.rendered(asked, made, caller.request_id, self._service.model_name))
 
     def _api_of(self, path: str) -> Api:
         """Whose refusals the clients of a path read."""

@@ -11,6 +11,7 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "cho
 NAMES = ("response_format", "structured_outputs", *_GUIDED)
 _KINDS = {
     "json": "json_schema", "json_object": "json", "regex": "regex", "choice": "choice", "grammar": "ebnf", "structural_tag": "structural",
+    "lark": "lark",  # ours
 }  # fmt: skip
 # vLLM's hints to its own libraries: documents have no white space here, and nothing is fetched or fallen back to.
 _HINTS = ("disable_any_whitespace", "disable_fallback", "backend")

@@ -8,6 +8,7 @@ Bounds of values are those of `router.validate`; the models only bound what JSON
 reported, with the path of the parameter down to its index.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -33,9 +34,10 @@ from router.http.conversing import (
     setting_of,
 )
 from router.http.errors import bad_value
-from router.validate import Ask, AskSampling, Limits
+from router.validate import MAX_REQUEST_ID, Ask, AskSampling, Limits
 
 ONE_CHOICE = "needs a stream of one choice"
+REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/+=@-]{{1,{MAX_REQUEST_ID - 8}}}")  # leaves room for the number of a choice
 MAX_CHOICES = 128  # of one HTTP request: prompts times n
 COMPLETION_MAX_TOKENS = 16  # the default of the legacy API
 _LIMITS = Limits()
@@ -65,6 +67,8 @@ class Asked:
     event_ids: bool = False  # the events of the stream have ids
     resumable: bool = True  # they can have
     sampling: bool = False  # the answer names the parameters that are in force
+    text: bool = True  # the answer has the text
+    prompt: tuple[int, ...] | None = None  # the answer repeats it
     names: Mapping[str, str] = field(default_factory=lambda: _NO_NAMES)  # field of an Ask → parameter
 
     def names_of(self, choice: int) -> Mapping[str, str]:
@@ -234,7 +238,7 @@ def chat(body: bytes, caller: Caller) -> Asked:
         ),
         cache_salt=given.cache_salt or "",
         priority=given.priority or 0,
-        sampling=sampling(given, forms.read(given), max_tokens=max_tokens, default_max_tokens=CONTEXT, logprobs=logprobs),
+        sampling=sampling_of(given, forms.read(given), max_tokens=max_tokens, default_max_tokens=CONTEXT, logprobs=logprobs),
         tenant=caller.tenant,
         traceparent=caller.traceparent,
         tracestate=caller.tracestate,
@@ -248,7 +252,7 @@ def completion(body: bytes, caller: Caller) -> Asked:
     given = read(body, Completion)
     if given.best_of not in (None, given.n or 1):
         raise bad_value("best_of", "is not supported here (only the value of n is accepted)", UNSUPPORTED)
-    said = sampling(given, forms.read(given), default_max_tokens=COMPLETION_MAX_TOKENS, logprobs=given.logprobs)
+    sampling = sampling_of(given, forms.read(given), default_max_tokens=COMPLETION_MAX_TOKENS, logprobs=given.logprobs)
     prompts: Any = [given.prompt] if isinstance(given.prompt, str) or isinstance(given.prompt[0], int) else given.prompt
     asks = [
         Ask(
@@ -294,7 +298,7 @@ def detokenize(body: bytes) -> tuple[Ask, Mapping[str, str]]:
     return Ask(model=given.model or "", token_ids=tuple(given.tokens)), {"token_ids.ids": "tokens"}
 
 
-def sampling(given: Body, structured: Grammar | None, **more: Any) -> AskSampling:
+def sampling_of(given: Body, form: Grammar | None, **more: Any) -> AskSampling:
     """What a body of any API says about sampling, as far as it has the parameters of this one."""
     told = {name: value for name in SAMPLING if (value := getattr(given, name, None)) is not None} | more
     if "seed" in told:
@@ -304,19 +308,25 @@ def sampling(given: Body, structured: Grammar | None, **more: Any) -> AskSamplin
     stop = told.get("stop", ())
     told["stop"] = tuple(filter(None, [stop])) if isinstance(stop, str) else tuple(stop)  # "" asks for nothing, as at other servers
     told["stop_token_ids"] = tuple(told.get("stop_token_ids", ()))
-    return AskSampling(**told, structured=structured)
+    return AskSampling(**told, structured=form)
 
 
-def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool, names: Mapping[str, str]) -> Asked:
+def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool, names: dict[str, str]) -> Asked:
     n = given.n or 1
-    if n * len(prompts) > MAX_CHOICES:
-        raise bad_value("n", f"{len(prompts)} prompts with {n} choices each are more than {MAX_CHOICES} choices")
-    if given.stream_options is not None and not given.stream:
-        raise bad_value("stream_options", "needs stream to be true")
     if given.output_so_far:
         if not given.stream or n * len(prompts) > 1:
             raise bad_value("output_so_far", ONE_CHOICE)
         prompts = [replace(prompts[0], output_so_far=tuple(given.output_so_far))]
+    asked = asked_of(given, prompts, caller, n=n, names=names | forms.called(given) | {"output_so_far.ids": "output_so_far"})
+    return replace(asked, chat=chat, token_ids=bool(given.return_token_ids), sampling=bool(given.return_sampling))
+
+
+def asked_of(given: Any, prompts: list[Ask], caller: Caller, *, n: int, names: Mapping[str, str]) -> Asked:
+    """`given` has `stream` and `stream_options`. Raises HttpError."""
+    if n * len(prompts) > MAX_CHOICES:
+        raise bad_value("n", f"{len(prompts)} prompts with {n} choices each are more than {MAX_CHOICES} choices")
+    if given.stream_options is not None and not given.stream:
+        raise bad_value("stream_options", "needs stream to be true")
     options = given.stream_options or StreamOptions()
     if options.include_event_ids and n * len(prompts) > 1:
         raise bad_value("stream_options.include_event_ids", ONE_CHOICE)
@@ -325,19 +335,11 @@ def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool,
     return Asked(
         asks=tuple(_choices(prompts, n, caller.request_id)),
         n=n,
-        chat=chat,
         stream=bool(given.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
-        token_ids=bool(given.return_token_ids),
         event_ids=bool(options.include_event_ids),
-        sampling=bool(given.return_sampling),
-        names={
-            **names,
-            **forms.called(given),
-            "output_so_far.ids": "output_so_far",
-            "resume": "last-event-id",
-        },
+        names={**names, "resume": "last-event-id"},
     )
 
 

@@ -128,7 +128,7 @@ class Chat:
         piece = self._tokenizer.piece(id_)
         return {
             "token": token_text(self._tokenizer, id_),
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": None if piece is None else list(piece),
         }
 
@@ -156,9 +156,9 @@ class Completion:
         text: Callable[[int], str] = lambda id_: token_text(self._tokenizer, id_)  # noqa: E731
         return {
             "tokens": [text(token.id) for token, _ in tokens],
-            "token_logprobs": [_finite(token.logprob) for token, _ in tokens],
+            "token_logprobs": [finite(token.logprob) for token, _ in tokens],
             "top_logprobs": [
-                {text(id_): _finite(logprob) for id_, logprob in (*token.top, (token.id, token.logprob))} for token, _ in tokens
+                {text(id_): finite(logprob) for id_, logprob in (*token.top, (token.id, token.logprob))} for token, _ in tokens
             ],
             "text_offset": [offset for _, offset in tokens],
         }
@@ -243,9 +243,13 @@ class Writer:
                 lists["token_ids"] = list_of_ids(choice.ids)
             if i:
                 yield b","
-            head = self._shape.whole(choice) | {"index": i, "finish_reason": choice.finish} | choice.sampling
+            head = self._shape.whole(choice) | {"index": i, "finish_reason": choice.finish} | choice.sampling | self._told(i)
             yield from members(head, **lists)
         yield b"]"
+
+    def _told(self, index: int) -> _Json:
+        """What else is told of a whole choice."""
+        return {}
 
     def _whole_logprobs(self, choice: Choice) -> Iterator[bytes]:
         empty = self._shape.logprobs([])
@@ -351,5 +355,5 @@ def token_text(tokenizer: Tokenizer, id_: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def _finite(logprob: float | None) -> float:
+def finite(logprob: float | None) -> float:
     return max(LOWEST_LOGPROB, logprob if logprob is not None else LOWEST_LOGPROB)

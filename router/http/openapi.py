@@ -8,6 +8,7 @@ from pydantic.json_schema import models_json_schema
 
 from router.http.openai_in import Chat, Completion, Detokenize, Tokenize
 from router.http.responses_in import Response
+from router.http.tokens_in import Generate
 
 _Json = dict[str, Any]
 
@@ -23,6 +24,8 @@ def document() -> _Json:
             "get": _get("An answer that is kept.", refusals=_OF_KEPT) | {"parameters": [_ID]},
             "delete": _get("Forgets an answer.", refusals=_OF_KEPT) | {"parameters": [_ID]},
         },
+        "/v1/chat/completions/render": {"post": _post("The token ids of a conversation, as a body of /inference/v1/generate.", "Chat")},
+        "/inference/v1/generate": {"post": _post("Continues token ids.", "Generate", stream=True)},
         "/v1/models": {"get": _get("The model that is served.")},
         "/v1/models/{name}": {"get": _get("One model.", refusals=("401", "404")) | {"parameters": [_NAME]}},
         "/tokenize": {"post": _post("Token ids of a prompt.", "Tokenize")},
@@ -32,7 +35,7 @@ def document() -> _Json:
         "/livez": {"get": _get("Whether the process answers.", refusals=())},
         "/version": {"get": _get("The version of the software.", refusals=())},
     }
-    models = [(model, "validation") for model in (Chat, Completion, Response, Tokenize, Detokenize)]
+    models = [(model, "validation") for model in (Chat, Completion, Response, Tokenize, Detokenize, Generate)]
     _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     schemas = made["$defs"] | {"Error": _ERROR}
     return {

@@ -16,7 +16,7 @@ from router.conversation import EFFORTS, MAX_TOOLS, Aside, Call, Effort, Setting
 from router.http import forms
 from router.http.body import UNSUPPORTED, Body, Boolean, Integer, Rule, String, Whatever, neutral, read, sized
 from router.http.errors import bad_value, to_json
-from router.http.openai_in import CONTEXT, NUMBER_FIELDS, Asked, Bias, Caller, Ids, Seed, Stop, sampling
+from router.http.openai_in import CONTEXT, NUMBER_FIELDS, Asked, Bias, Caller, Ids, Seed, Stop, sampling_of
 from router.validate import Ask, Limits
 
 LOGPROBS = "message.output_text.logprobs"
@@ -252,7 +252,7 @@ def response(body: bytes, caller: Caller) -> AskedResponse:
         model=given.model or "",
         cache_salt=given.cache_salt or "",
         priority=given.priority or 0,
-        sampling=sampling(given, form, max_tokens=given.max_output_tokens, default_max_tokens=CONTEXT, logprobs=logprobs),
+        sampling=sampling_of(given, form, max_tokens=given.max_output_tokens, default_max_tokens=CONTEXT, logprobs=logprobs),
         tenant=caller.tenant,
         traceparent=caller.traceparent,
         tracestate=caller.tracestate,

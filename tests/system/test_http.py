@@ -405,7 +405,10 @@ def fuzzed(small: Cluster) -> Iterator[Fuzzed]:
 HEADERS = {"authorization": "Bearer key-a"}
 
 
-POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+POSTS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize", "/v1/chat/completions/render",
+    "/inference/v1/generate",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -447,6 +450,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             "max_output_tokens": 3,
         },
     ),
+    ("/inference/v1/generate", {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 3, "logprobs": 1, "stop": ["x"], "n": 2}}),
+    ("/v1/chat/completions/render", {"messages": HELLO, "max_tokens": 3, "guided_choice": ["a", "b"]}),
     ("/tokenize", {"prompt": "some text"}),
     ("/detokenize", {"tokens": [1, 2, 3, 255]}),
 ]

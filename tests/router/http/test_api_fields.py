@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 from api_fields import APIS, Api, fate
 
-from router.http.errors import HttpError
-from router.http.openai_in import read
+from router.http.openai_in import 
 
 FIELDS = [(api, name) for api in APIS for name in sorted(set(api.model.model_fields).union(*api.known.values()))]
-NEEDED: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
+NEEDED: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "token_ids": [1], "sampling_params": {}}
 
 
 def refusal(api: Api, **fields: Any) -> str | None:

@@ -15,6 +15,7 @@ from router.http.errors import HttpError
 from router.http.openai_in import Caller, Chat, Completion, chat, completion
 from router.http.openapi import document
 from router.http.responses_in import Response, response
+from router.http.tokens_in import Generate, TokenSampling, generate
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "http.md"
 PARAMETERS = Chat.model_fields | Completion.model_fields
@@ -82,6 +83,21 @@ def test_every_accepted_body_is_valid_by_the_document(name: str, fields: dict[st
     validator(name).validate(body)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from([*Generate.model_fields, "other"]), VALUES, max_size=3),
+    st.dictionaries(st.sampled_from([*TokenSampling.model_fields, "other"]), VALUES, max_size=3),
+)
+def test_every_accepted_list_of_token_ids_is_valid_by_the_document(fields: dict[str, Any], how: dict[str, Any]) -> None:
+    body = {"token_ids": [1], "sampling_params": how} | fields
+    try:
+        generate(json.dumps(body).encode(), Caller("r"))
+    except HttpError as error:
+        assert error.status == 400
+        return
+    validator("Generate").validate(body)
+
+
 @pytest.mark.parametrize(
     ("name", "body"),
     [
@@ -101,6 +117,11 @@ def test_every_accepted_body_is_valid_by_the_document(name: str, fields: dict[st
         ("Completion", {"prompt": "x", "n": 0}),
         ("Completion", {"prompt": "x", "echo": True}),
         ("Completion", {"prompt": "x", "temperature": "1"}),
+        ("Generate", {"token_ids": [], "sampling_params": {}}),
+        ("Generate", {"token_ids": [1]}),
+        ("Generate", {"token_ids": [1], "sampling_params": {"temperature": "1"}}),
+        ("Generate", {"token_ids": [1], "sampling_params": {"allowed_token_ids": [1]}}),
+        ("Generate", {"token_ids": [1], "sampling_params": {}, "output_mode": "sound"}),
     ],
 )
 def test_a_body_refused_for_its_shape_is_invalid_by_the_document(name: str, body: Any) -> None:
