@@ -143,6 +143,8 @@ HOMES = {
     "urllib3": ("baton/models/fetch/bucket.py", "baton/launch/kubernetes_api.py"),
     "awscrt": ("baton/models/fetch/digest.py",),
     "vllm": ("baton/engine/vllm/",),
+    "zmq": ("baton/worker/kv_events.py",),
+    "msgspec": ("baton/worker/kv_events.py",),
 }
 # Code that only decides: no await, no clock, no randomness, no torch.
 PURE = (
@@ -370,6 +372,7 @@ WALL_CLOCKS = {
     "baton/cluster/otel.py",
     *(f"router/http/{name}.py" for name in ("app", "connection", "openai_out", "responses_out")),
     *(f"router/{name}.py" for name in ("journal", "kept", "rates", "service")),
+    "baton/worker/kv_events.py",
 }
 
 

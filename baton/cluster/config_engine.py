@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from baton.section import Section
 
+_SOCKET = r"^tcp://(\*|[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):\d{1,5}$"
+
 
 class KvConfig(Section):
     transport: Literal["auto", "nixl", "tcp", "cuda_ipc"] = Field(
@@ -42,6 +44,23 @@ class KvConfig(Section):
         pattern=r"^\d{1,5}-\d{1,5}$",
         description="Ports that the nixl transport may listen on, FIRST-LAST, so that a firewall can name them; by default any.",
     )
+
+    events: str | None = Field(
+        default=None,
+        pattern=_SOCKET,
+        description="Address on which a worker publishes the blocks of its prefix cache in vLLM's format over ZeroMQ, such as"
+        " tcp://127.0.0.1:5557, with the token ids of prompts, to whoever connects; further workers of a host take the next free ports."
+        " Needs the extra events and engine.kind baton. Not set: none.",
+    )
+    events_replay: str | None = Field(
+        default=None, pattern=_SOCKET, description="Address on which a worker sends the latest block events again. Not set: none."
+    )
+
+    @model_validator(mode="after")
+    def _events_to_replay(self) -> Self:
+        if self.events_replay is not None and self.events is None:
+            raise ValueError("events_replay needs events")
+        return self
 
     @model_validator(mode="after")
     def _read_inside_lease(self) -> Self:

@@ -44,6 +44,8 @@ def check(options: Options) -> None:
         raise BuildError("engine.batch_invariant is a mode of vLLM; set engine.kind to vllm")
     if options.direct and (options.engine.device == "cpu" or options.engine.kind == "vllm"):
         raise BuildError("kv.transport: cuda_ipc needs engine.device cuda and engine.kind baton")
+    if options.describes and options.engine.kind != "baton":
+        raise BuildError("kv.events: needs engine.kind baton")
 
 
 def build(options: Options) -> Built:

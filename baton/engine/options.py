@@ -201,6 +201,7 @@ class Options:
     engine: EngineOptions
     direct: bool = False  # peers read and write the memory of the device itself
     share: float = 1.0  # of a GPU's memory, which other processes share
+    describes: bool = False  # the events of the prefix cache tell what blocks hold
 
     @classmethod
     def of(cls, path: Path, *, direct: bool = False, **keys: Any) -> Self:

@@ -31,6 +31,7 @@ async def start_engine(options: Options, listener: Listener, progress: Progress 
             return build(options)
 
     built = await in_a_thread_that_ends(told)
+    built.engine.pool.describes = options.describes
     runner = built.engine.runner
     grammars = GrammarStore(options.path, runner.vocab_size, runner.eos_token_ids)
     loop = EngineLoop(built.engine, listener, built.tokenizer_fingerprint, grammars)

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health_pb2
 
@@ -57,6 +58,9 @@ from kvtransfer.select import Tcp, make_transport
 from kvtransfer.transport import Transport
 from kvtransfer.ucx import Ucx
 
+if TYPE_CHECKING:
+    from baton.worker.kv_events import Publisher
+
 log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 << 20
 IDLE_POLL_S = 0.02
@@ -99,6 +103,7 @@ class Host:
         self.book = Book(role, self.name, self.model_name)
         self._meter = Meter(self.book, self._membership, self.tracer)
         self._metrics = MetricsServer(config, Exposition(self.book, self.look), lambda: self.stage is Stage.READY, Guard(config))
+        self._publisher: Publisher | None = None
         self._closers = AsyncExitStack()  # all of them run, in reverse order, even if one fails
         self._closers.push_async_callback(self._registry.close)
         self._closers.push_async_callback(asyncio.to_thread, self.tracer.close)
@@ -144,6 +149,7 @@ class Host:
         self.server = Server(config, MAX_MESSAGE_BYTES)
         self.address = self.server.bind(self.pool_config.port)
         self._open_port()
+        self._open_events()
         took, mib = loop_time() - began, pool.nbytes / 2**20
         longest = engine.traits.max_model_len
         log.info("%s in %.1f s: %d blocks (%.0f MiB), longest sequence %d", config.model.path, took, pool.num_blocks, mib, longest)
@@ -289,7 +295,22 @@ class Host:
         failpoint("engine.step")
         self._meter.batch(seconds, tokens, sequences)
 
+    def _open_events(self) -> None:
+        """Raises ConfigError for an address that cannot be bound, or without the packages."""
+        kv = self.config.kv
+        if kv.events is None:
+            return
+        try:
+            from baton.worker.kv_events import Publisher  # with the extra `events`
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"kv.events: {error.name} is not installed: pip install 'baton-llm[events]'") from None
+        topic, size = f"kv@{self.name}@{self.model_name}", self.engine.pool.layout.block_size
+        self._publisher = publisher = Publisher(kv.events, kv.events_replay, topic, size)
+        self._closers.push_async_callback(asyncio.to_thread, publisher.close)
+
     def _on_cache(self, events: list[CacheEvent]) -> None:
+        if self._publisher is not None:
+            self._publisher.publish(events)
         self._membership.announce(
             [BlockEvent(self.name, self.incarnation, event.sequence, event.kind, event.keys, event.medium) for event in events]
         )
@@ -311,4 +332,4 @@ def options(config: Config, gpus: float | str = 1.0) -> Options:
         log.warning("%s", choice.note)
     engine = engine.model_copy(update={"threads": engine.threads or quota_cores(), "device": choice.device})
     share = gpus if isinstance(gpus, float) and 0 < gpus < 1 else 1.0
-    return Options(config.model, engine, config.kv.transport == "cuda_ipc", share)
+    return Options(config.model, engine, config.kv.transport == "cuda_ipc", share, config.kv.events is not None)

@@ -54,6 +54,8 @@ LEGAL = {
     "kv.ucx_net_devices": "eth0",
     "kv.port": "20100",
     "kv.ucx_port_range": "20000-20099",
+    "kv.events": "tcp://127.0.0.1:5557",
+    "kv.events_replay": "tcp://127.0.0.1:5558",
     "engine.batching": "static",
     "router.overload": "lifo",
     "router.connection_age_s": "300",
@@ -150,6 +152,8 @@ class TestEveryKey:
             pair = dict.fromkeys(("BATON_SECURITY_TLS_CERT", "BATON_SECURITY_TLS_KEY", "BATON_SECURITY_API_KEYS"), "x")
         if key.name == "engine.batching":
             pair = {"BATON_PREFILL_REPLICAS": "0"}
+        if key.name == "kv.events_replay":
+            pair = {"BATON_KV_EVENTS": "tcp://127.0.0.1:5557"}
         by_env = load(env=pair | {key.env: text})
         assert by_env.sources[key.name] == f"env {key.env}"
         value = at(by_env.config, key.name)

@@ -19,12 +19,21 @@ from baton.engine.core.block_key import DEVICE
 
 
 @dataclass(frozen=True, slots=True)
+class Content:
+    """What a block holds. `parent`: the key of the block before it; None: it is the first of a prompt."""
+
+    parent: bytes | None
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CacheChange:
     """What the prefix cache gained or lost, in order. The caller turns these into block events."""
 
     stored: bool
     key: bytes
     medium: str = DEVICE  # one of MEDIA
+    content: Content | None = None  # of a stored block, if the pool describes them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +52,7 @@ class BlockPool:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.num_blocks = num_blocks
         self.prefix_caching = prefix_caching
+        self.describes = False  # changes tell what blocks hold
         # The block that was freed last is taken first: its memory is mapped, and perhaps in a cache of the processor.
         self._free = list(reversed(range(num_blocks)))
         self._owners: dict[int, int] = {}  # block → number of owners
@@ -106,7 +116,7 @@ class BlockPool:
         for block in blocks:
             self._retain(block)
 
-    def seal(self, block: int, key: bytes) -> None:
+    def seal(self, block: int, key: bytes, content: Content | None = None) -> None:
         """Declare that an owned block is full and holds the KV of `key`: it is immutable from now on.
 
         If another block already has the key, this one stays private to its owners, and the older copy continues to be found.
@@ -117,7 +127,7 @@ class BlockPool:
             return
         self._key_of[block] = key
         self._block_of[key] = block
-        self._changes.append(CacheChange(True, key))
+        self._changes.append(CacheChange(True, key, content=content))
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give up one ownership of each. The deepest block of a prefix ages first: a chain is evicted from its end."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from baton.engine.core.block_key import MAX_EVENT_KEYS
-from baton.engine.core.blocks import CacheChange
+from baton.engine.core.blocks import CacheChange, Content
 from baton.engine.core.engine import Counts, Output
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import Pool
@@ -50,6 +50,7 @@ class CacheEvent:
     kind: Literal["stored", "removed"]
     keys: tuple[bytes, ...]
     medium: str
+    contents: tuple[Content | None, ...] = ()  # of stored blocks, if the engine describes them
 
 
 def cache_events(changes: Seq[CacheChange], after: int) -> list[CacheEvent]:
@@ -57,10 +58,12 @@ def cache_events(changes: Seq[CacheChange], after: int) -> list[CacheEvent]:
     before."""
     events: list[CacheEvent] = []
     for (stored, medium), run in itertools.groupby(changes, key=lambda change: (change.stored, change.medium)):
-        keys = tuple(change.key for change in run)
-        for start in range(0, len(keys), MAX_EVENT_KEYS):
+        whole = list(run)
+        for start in range(0, len(whole), MAX_EVENT_KEYS):
+            part = whole[start : start + MAX_EVENT_KEYS]
+            contents = tuple(change.content for change in part) if any(change.content for change in part) else ()
             after += 1
-            events.append(CacheEvent(after, "stored" if stored else "removed", keys[start : start + MAX_EVENT_KEYS], medium))
+            events.append(CacheEvent(after, "stored" if stored else "removed", tuple(change.key for change in part), medium, contents))
     return events
 
 

@@ -24,7 +24,7 @@ from typing import Literal
 
 from baton.engine.core.arrivals import Arrivals
 from baton.engine.core.block_key import extend_keys
-from baton.engine.core.blocks import BlockPool
+from baton.engine.core.blocks import BlockPool, Content
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sequence import Sequence, State
 
@@ -153,7 +153,7 @@ class Scheduler:
         self._extend_keys(seq)
         full = computed // self.block_size
         while seq.sealed < full:
-            self.pool.seal(seq.blocks[seq.sealed], seq.keys[seq.sealed])
+            self.pool.seal(seq.blocks[seq.sealed], seq.keys[seq.sealed], self._content(seq) if self.pool.describes else None)
             seq.sealed += 1
 
     def growth(self, seqs: Iterable[Sequence]) -> int:
@@ -242,6 +242,11 @@ class Scheduler:
             drafts = drafts[: min(most, len(seq.blocks) * self.block_size - seq.computed - 1)]
             plan.chunks[i] = Chunk(seq, 1, drafts)
             budget -= len(drafts)
+
+    def _content(self, seq: Sequence) -> Content:
+        """Of the next block that is sealed."""
+        start = seq.sealed * self.block_size
+        return Content(seq.keys[seq.sealed - 1] if seq.sealed else None, tuple(seq.tokens[start : start + self.block_size]))
 
     def _extend_keys(self, seq: Sequence) -> None:
         extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, seq.prompt_len if self._separates_output else None)
