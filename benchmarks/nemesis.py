@@ -6,6 +6,7 @@
     python benchmarks/nemesis.py --target decode --how kill --faults 200        one kind of fault, so many times
     python benchmarks/nemesis.py --target decode --how restart                  all decode workers, one after another, with SIGTERM
     python benchmarks/nemesis.py --cancelled 1 --target none --requests 10000   cancels only
+    python benchmarks/nemesis.py --structured 0.5                  half of the requests ask for a JSON document of a schema
 
 Three routers, two prefill and three decode workers and a Redis on this host; with --hosts, on three network namespaces (root, iproute2):
 Redis and the routers on the first, a prefill and a decode worker on each. It is known which tokens each request must get: the toy's can be
@@ -16,6 +17,7 @@ the processes of a tier in turn.
 
     exact      all tokens are those that the model must produce
     wrong      some differ
+    invalid    the answer ended by itself and is no document of the schema that was asked for
     refused    an error before the first token, by reason
     lost       an error after it, by reason
     moved      attempts that a router made at another worker after a fault of that kind
@@ -47,19 +49,22 @@ from typing import Any
 import grpc
 import psutil
 from continuation import TYPES
+from documents import Documents
 from machine import describe
 from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from hosts import Host
 from joined_hosts import joined
-from live_cluster import Cluster, cluster, toy, toy_output
+from live_cluster import Cluster, cluster, toy
 
 from baton.cli.up import SHIPPED
 from baton.client import AsyncClient, GenerateError
 from baton.engine.build import build
+from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
+from baton.engine.core.toy import naive
 from baton.engine.options import Options
 from baton.models.train.stories import story
 
@@ -84,6 +89,7 @@ class Plan:
     kinds: tuple[tuple[str, str], ...]  # target and what happens to it
     streams: int
     cancelled: float  # share of the requests
+    structured: float  # likewise
     stops_s: tuple[float, float]
     quiet_s: float  # between two faults
 
@@ -127,6 +133,7 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
     retried: int = 0  # attempts that moved to another worker
     resumed: int = 0  # streams that moved to another router
+    documents: int = 0  # answers that ended by themselves and are valid
     gaps: list[float] = field(default_factory=list)  # the longest of each request: seconds without a token
     faults: defaultdict[str, Faults] = field(default_factory=lambda: defaultdict(Faults))
 
@@ -143,16 +150,17 @@ class ToyOracle:
     arithmetic: Mapping[str, Any] = {}
 
     def __init__(self, folder: Path, plan: Plan) -> None:
-        self.path, self._tokens = toy(folder / "toy", step_delay_ms=5), plan.tokens or 400
+        self.path, self._tokens, self._structured = toy(folder / "toy", step_delay_ms=5), plan.tokens or 400, plan.structured
+        self.documents = Documents(self.path, 257, frozenset([256]))
         rng = random.Random(plan.seed)
         self._shared = [[rng.randrange(256) for _ in range(160)] for _ in range(32)]
 
     def draw(self, rng: random.Random) -> Work:
         prompt = rng.choice(self._shared)[: rng.choice((0, 64, 160))] + [rng.randrange(256) for _ in range(rng.randrange(1, 200))]
-        return Work(prompt, drawn(rng, self._tokens))
+        return Work(prompt, drawn(rng, self._tokens, self.documents if rng.random() < self._structured else None))
 
     def expected(self, work: Work) -> list[int]:
-        return toy_output(work.prompt, **work.params)
+        return naive(work.prompt, SamplingParams(**work.params), matcher=self.documents.matcher(work.params.get("structured")))
 
 
 class ModelOracle:
@@ -163,13 +171,16 @@ class ModelOracle:
         self.path = SHIPPED if plan.model == "tale" else Path(plan.model)
         self.arithmetic: Mapping[str, Any] = {"products": "baton", "dtype": "float32", **TYPES[plan.type]}
         engine = build(Options.of(self.path, kv_memory_mib=KV_MIB, prefix_caching=False, **self.arithmetic)).engine
+        self.documents = Documents(self.path, engine.runner.vocab_size, engine.runner.eos_token_ids)
         tokenizer, rng = Tokenizer.from_file(str(self.path / "tokenizer.json")), random.Random(plan.seed)
         self._known: list[tuple[Work, list[int]]] = []
         for _ in range(KNOWN):
             told = " ".join(story(rng, 4).sentences)
-            work = Work(tokenizer.encode(told).ids[: rng.randrange(20, 200)], drawn(rng, plan.tokens or 200))
+            documents = self.documents if rng.random() < plan.structured else None
+            work = Work(tokenizer.encode(told).ids[: rng.randrange(20, 200)], drawn(rng, plan.tokens or 200, documents))
             params, output = SamplingParams(**work.params), []
-            engine.add(Sequence("alone", list(work.prompt), len(work.prompt), params, b"root"))
+            matcher = self.documents.matcher(params.structured)
+            engine.add(Sequence("alone", list(work.prompt), len(work.prompt), params, b"root", matcher=matcher))
             while not engine.idle:
                 output += [step.sampled.token for step in engine.step() if step.sampled]
             self._known.append((work, output))
@@ -185,12 +196,16 @@ Oracle = ToyOracle | ModelOracle
 
 
 def judge(oracle: Oracle, work: Work, got: list[int], whole: bool) -> str:
+    form: Grammar | None = work.params.get("structured")
+    if form is not None and oracle.documents.ended(got) and not oracle.documents.valid(form, got):
+        return "invalid"
     expected = oracle.expected(work)
     return "exact" if got == (expected if whole else expected[: len(got)]) else "wrong"
 
 
-def drawn(rng: random.Random, longest: int) -> dict[str, Any]:
+def drawn(rng: random.Random, longest: int, documents: Documents | None = None) -> dict[str, Any]:
     params: dict[str, Any] = {"max_tokens": rng.randrange(1, longest), "temperature": 0.0, "ignore_eos": True}
+    params |= {"structured": documents.draw(rng)} if documents is not None else {}
     return params | ({"temperature": 0.8, "seed": rng.randrange(1 << 31)} if rng.random() < 0.5 else {})
 
 
@@ -205,8 +220,10 @@ async def load(client: AsyncClient, oracle: Oracle, rng: random.Random, plan: Pl
 async def one(client: AsyncClient, oracle: Oracle, work: Work, leave_after: int | None, tally: Tally) -> None:
     got: list[int] = []
     last, gap = time.monotonic(), 0.0
+    form: Grammar | None = work.params.get("structured")
+    asked = work.params | ({"structured": form.told()} if form is not None else {})
     try:
-        async with client.generate(token_ids=work.prompt, timeout_s=120, **work.params) as stream:
+        async with client.generate(token_ids=work.prompt, timeout_s=120, **asked) as stream:
             async for token in stream:
                 now = time.monotonic()
                 last, gap = now, max(gap, now - last)
@@ -223,6 +240,7 @@ async def one(client: AsyncClient, oracle: Oracle, work: Work, leave_after: int 
         return
     tally.gaps.append(gap)
     found = await asyncio.to_thread(judge, oracle, work, got, leave_after is None)
+    tally.documents += found == "exact" and form is not None and oracle.documents.ended(got)
     tally.outcomes[found if leave_after is None or found != "exact" else "cancelled"] += 1
 
 
@@ -350,6 +368,7 @@ def longest_waits(tally: Tally) -> dict[str, float]:
 
 def report(tally: Tally) -> None:
     print(f"\nrequests {tally.outcomes.total()}: {', '.join(f'{name} {count}' for name, count in sorted(tally.outcomes.items()))}")
+    print(f"documents that ended and are valid {tally.documents}")
     print(f"moved to another worker {tally.retried}, to another router {tally.resumed}; left behind: nothing")
     waits = longest_waits(tally)
     print(f"longest wait for a token, per request: {', '.join(f'{name} {seconds:.2f} s' for name, seconds in waits.items())}")
@@ -373,6 +392,7 @@ def main() -> None:
     parser.add_argument("--how", action="append", choices=("kill", "stop", "restart"))
     parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--cancelled", type=float, default=0.1)
+    parser.add_argument("--structured", type=float, default=0.0, help="share of the requests that ask for a JSON document")
     parser.add_argument("--stops", type=float, nargs=2, default=(0.5, 15.0), metavar="S")
     parser.add_argument("--quiet", type=float, default=3.0, metavar="S", help="between two faults")
     parser.add_argument("--json", type=Path)
@@ -381,7 +401,7 @@ def main() -> None:
     targets = [target for target in options.target or default if target != "none"]
     kinds = [(target, how) for target in targets if target != "host" for how in options.how or ("kill", "stop")]
     kinds += [("host", "cut")] * targets.count("host")
-    same = ("minutes", "requests", "faults", "seed", "model", "type", "tokens", "hosts", "streams", "cancelled")
+    same = ("minutes", "requests", "faults", "seed", "model", "type", "tokens", "hosts", "streams", "cancelled", "structured")
     plan = Plan(**{name: getattr(options, name) for name in same}, kinds=tuple(kinds), stops_s=tuple(options.stops), quiet_s=options.quiet)
     machine = describe()
     print(machine)
@@ -396,12 +416,13 @@ def main() -> None:
             "outcomes": tally.outcomes,
             "retried": tally.retried,
             "resumed": tally.resumed,
+            "documents": tally.documents,
             "longest_waits_s": longest_waits(tally),
             "faults": {name: asdict(kind) for name, kind in tally.faults.items()},
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"machine": machine, **asked, **told}, indent=1))
-    if tally.outcomes["wrong"] or any(name.startswith("lost") for name in tally.outcomes):
+    if tally.outcomes["wrong"] or tally.outcomes["invalid"] or any(name.startswith("lost") for name in tally.outcomes):
         sys.exit(1)
 
 
