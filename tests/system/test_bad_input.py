@@ -355,12 +355,29 @@ async def test_bytes_that_are_not_http2_do_no_harm(live: Cluster) -> None:
 
 # Fuzzing
 
+TOOLS = pb.Chat(
+    messages=[
+        pb.ChatMessage(role="user", content="add"),
+        pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(id="c", name="add", arguments='{"x": 1}')]),
+        pb.ChatMessage(role="tool", tool_call_id="c", content="2"),
+    ],
+    tools=[pb.Tool(name="add", description="Adds.", parameters='{"type": "object", "properties": {"x": {"type": "integer"}}}')],
+    tool_choice="required",
+    parallel_tool_calls=False,
+)
 SEEDS = [
     ask(max_tokens=2),
     ask("👩‍👩‍👧‍👦 Grüße", max_tokens=2, temperature=0.5, top_p=0.5, top_k=3, min_p=0.1, seed=7),
     ask(token_ids=list(range(100)), max_tokens=2, logprobs=3, stop_token_ids=[5, 6], logit_bias={3: 1.5, 9: -2.0}),
     ask(messages=chat(("system", "be kind"), ("user", "hi"), ("assistant", "yes")), max_tokens=2, stop=["a", "bcd"], ignore_eos=True),
     ask(model="toy", request_id="r", cache_salt="s", min_tokens=1, max_tokens=2, presence_penalty=0.5, frequency_penalty=0.5),
+    ask(
+        max_tokens=4,
+        structured={"kind": "json_schema", "text": '{"type": "object", "properties": {"a": {"enum": [1, "b"]}}}', "strict": False},
+    ),
+    ask(max_tokens=4, structured={"kind": "regex", "text": "(a|b{2,5})+[0-9]?"}),
+    ask(max_tokens=4, structured={"kind": "choice", "text": '["yes", "no"]'}),
+    pb.GenerateRequest(chat=TOOLS, sampling=pb.SamplingParams(max_tokens=4)),
 ]
 LAWFUL = {"OK", "INVALID_ARGUMENT", "NOT_FOUND"}
 FUZZ_REQUESTS, FUZZ_S = 3000, 20.0

@@ -300,6 +300,9 @@ def check(seq: Sequence, vocab_size: int, max_len: int) -> None:
         raise Malformed("a logit_bias is not a number, or infinite")
     if seq.matcher is None and seq.params.structured is not None:
         raise Malformed("structured: this engine cannot hold an output to a grammar")
+    closing = [marks.closing for marks in seq.params.thinking.marks] if seq.params.thinking is not None else []
+    if not all(ids and 0 <= min(ids) <= max(ids) < vocab_size for ids in closing):
+        raise Malformed("a closing of the thinking is empty, or outside the model's vocabulary")
     if seq.matcher is None and seq.params.thinking is not None:
         raise Malformed("max_thinking_tokens: this engine cannot end the thinking")
     if len(seq.tokens) + max(1, seq.remaining) > max_len:

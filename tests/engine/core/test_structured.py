@@ -3,6 +3,7 @@ that knows no batches, blocks, guesses or preemptions, and it is valid when it e
 
 import json
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -134,6 +135,17 @@ def test_a_crowd_with_and_without_grammars_equals_the_oracle(kind: str, guesses:
     assert ended
     for seq in ended:
         Draft202012Validator(SCHEMA).validate(json.loads(text(wanted[seq.id][:-1])))
+
+
+@pytest.mark.parametrize("closing", [(), (1, 257), (-1,)])
+def test_a_closing_that_cannot_be_sampled_is_refused(closing: tuple[int, ...]) -> None:
+    seq = sequence("a", [1], None, thinking=replace(BUDGET, marks=(replace(BUDGET.marks[0], closing=closing),)))
+    with pytest.raises(Malformed, match="closing"):
+        make("engine").add(seq)
+    unready = sequence("a", [1], None, thinking=BUDGET)
+    unready.matcher = None
+    with pytest.raises(Malformed, match="max_thinking_tokens"):
+        make("engine").add(unready)
 
 
 @pytest.mark.parametrize("guesses", [False, True])

@@ -2,14 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_parts import tokenizer_of
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from baton.engine.core.masks import Words, allowed_ids
+from baton.engine.core.masks import Matcher, Words, allowed_ids
 from baton.engine.core.thinking import Marks, ThinkingBudget
+from baton.engine.facts.fields import Fields
+from baton.engine.facts.tokenizer_files import gather
 from baton.engine.grammars.closing import Closer, Phase, inside_character
+from baton.engine.grammars.library import Compiled, Vocabulary
+from router.conversation import Setting
+from router.tools.forms import Forms
 from router.tools.thinking import BY_NAME, THINK, Thinking, ThinkingReader
 
 VOCAB = 257
@@ -83,6 +93,38 @@ def test_a_form_has_the_word_where_nothing_is_forced() -> None:
     made = closer(BUDGET, Only())
     assert [forced(made, b"abcd"[:n]) for n in range(5)] == [7, 7, 7, 7, CLOSING[0]]
     assert forced(made, b"abcd" + bytes(CLOSING)) == 7
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_marks_that_are_tokens_of_their_own_are_read_and_written_as_such(special: bool) -> None:
+    """And no other control token has text."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator([], trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=["<eos>", "<x>"], show_progress=False))
+    (made.add_special_tokens if special else made.add_tokens)(["<think>", "</think>"])
+    tokenizer = tokenizer_of(made.to_str(), template="{{ messages }}</think>")
+    where = Fields(Path("x/tokenizer_config.json"), {}), Fields(Path("x/config.json"), {})
+    vocabulary = Vocabulary(gather(made.to_str(), *where), tokenizer.vocab_size, [0])
+    forms = Forms.of(tokenizer)
+    ids = partial(tokenizer.encode, add_special_tokens=False)
+    budget = forms.budget(Setting(max_thinking=3, splits_reasoning=True), "", ids)
+    assert budget is not None and tokenizer.id_for("</think>") in budget.marks[0].closing
+    follow = Compiled(vocabulary, None).matcher((), budget)
+    output = ids("<think>ab")
+    assert len(output) == 3 and all(len(allowed(follow, output[:n], tokenizer.vocab_size)) > 1 for n in range(3))
+    for token in budget.marks[0].closing:
+        assert allowed(follow, output, tokenizer.vocab_size) == [token]
+        output.append(token)
+    assert len(allowed(follow, output, tokenizer.vocab_size)) > 1 and tokenizer.spelled(output) == "<think>ab\n</think>\n\n"
+    silent = [tokenizer.id_for("<x>") or 0, *ids("<think>a")]
+    assert len(allowed(follow, silent, tokenizer.vocab_size)) == 1, "what has no text comes before nothing"
+
+
+def allowed(matcher: Matcher, output: list[int], vocab_size: int) -> list[int]:
+    words = matcher.mask(output)
+    assert words is not None
+    return [int(id_) for id_ in allowed_ids(words, vocab_size)]
 
 
 @given(st.data())

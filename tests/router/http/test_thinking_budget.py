@@ -20,6 +20,7 @@ from baton.worker.wire import to_sequence
 from router.calls import to_job
 from router.door import to_ask
 from router.request import Request, Token, Tokens
+from router.tools.families import BY_NAME
 from router.tools.forms import Forms
 from router.tools.thinking import THINK
 
@@ -43,8 +44,8 @@ class Toys:
         while request.finish is None:
             self.attempts += 1
             runner = ToyRunner(CONFIG, "toy", 4)
-            runner.attach(KvPool(runner.layout, 64))
-            engine = Engine(runner, Limits(max_num_seqs=1, max_num_batched_tokens=512, reserve_growth=0.0), 256)
+            runner.attach(KvPool(runner.layout, 256))
+            engine = Engine(runner, Limits(max_num_seqs=1, max_num_batched_tokens=512, reserve_growth=0.0), 1024)
             seq = to_sequence(to_job(request), "toy")
             if seq.params.structured is not None or seq.params.thinking is not None:
                 seq.matcher = await self.store.ready(seq.params.structured, seq.tokens[seq.prompt_len :], seq.params.thinking)
@@ -121,6 +122,17 @@ async def test_a_form_begins_after_the_forced_end(folder: Path) -> None:
         held = await answer(house(folder), max_thinking_tokens=6, guided_json=SCHEMA, seed=seed)
         assert held["finish_reason"] == "stop" and json.loads(held["message"]["content"])["a"] in (1, "two")
         assert held["usage"]["completion_tokens_details"]["reasoning_tokens"] >= 6
+
+
+async def test_a_required_call_begins_after_the_forced_end(folder: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": SCHEMA, "strict": True}}
+    for seed in range(3):
+        forms = Forms(BY_NAME["hermes"], THINK)
+        asked = {"max_thinking_tokens": 6, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
+        held = await answer(house(folder, forms=forms), **asked, max_tokens=150)
+        (call,) = held["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["a"] in (1, "two") and held["finish_reason"] == "tool_calls"
+        assert 6 <= bytes(held["token_ids"][:200]).find(CLOSING.encode()) < 10
 
 
 async def test_a_stream_with_a_form_goes_on_inside_the_thinking_and_after_it(folder: Path) -> None:
