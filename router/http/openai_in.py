@@ -252,7 +252,7 @@ def completion(body: bytes, caller: Caller) -> Asked:
     given = read(body, Completion)
     if given.best_of not in (None, given.n or 1):
         raise bad_value("best_of", "is not supported here (only the value of n is accepted)", UNSUPPORTED)
-    sampling = sampling_of(given, forms.read(given), default_max_tokens=COMPLETION_MAX_TOKENS, logprobs=given.logprobs)
+    said = sampling_of(given, forms.read(given), default_max_tokens=COMPLETION_MAX_TOKENS, logprobs=given.logprobs)
     prompts: Any = [given.prompt] if isinstance(given.prompt, str) or isinstance(given.prompt[0], int) else given.prompt
     asks = [
         Ask(

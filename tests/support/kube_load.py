@@ -24,7 +24,7 @@ VALUES = Path(__file__).parents[1] / "kube" / "toy.yaml"
 STREAMS = 20
 PLAN = Plan(
     minutes=math.inf, requests=math.inf, faults=0, seed=0, model="toy", type="float32", tokens=0, hosts=False, kinds=(), streams=STREAMS,
-    cancelled=0.1, stops_s=(0, 0), quiet_s=0,
+    cancelled=0.1, structured=0.0, stops_s=(0, 0), quiet_s=0,
 )  # fmt: skip
 GOOD = {"exact", "cancelled"}
 

@@ -459,7 +459,7 @@ def _misfit(seq: Sequence, token: int, eos: frozenset[int]) -> str | None:
     if seq.matcher is None or token not in eos:
         return None
     words = seq.words(eos)
-    if words is not None and words is not NOTHING and allows(words, token):
+    if words is None or (words is not NOTHING and allows(words, token)):
         return None
     return f"{NothingAllowed.why}: {seq.matcher.failure}" if seq.matcher.failure else NothingAllowed.why
 

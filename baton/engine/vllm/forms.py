@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.engine.core.grammar import Grammar, GrammarRefused, GrammarsBusy
 from baton.engine.core.masks import Matcher
+from baton.engine.core.thinking import ThinkingBudget
 from baton.engine.facts.model_facts import end_tokens
 from baton.engine.grammars.store import GrammarStore
 
@@ -37,8 +38,14 @@ class RankForms:
         self._asked: dict[int, tuple[Grammar, int]] = {}  # number → grammar, ranks that have not answered
         self._numbers = count()
 
-    async def ready(self, grammar: Grammar, output: Seq[int]) -> Matcher:
-        matcher = await self._store.ready(grammar, output)
+    async def ready(self, grammar: Grammar | None, output: Seq[int], thinking: ThinkingBudget | None = None) -> Matcher:
+        matcher = await self._store.ready(grammar, output, thinking)
+        if grammar is not None:
+            await self._at_ranks(grammar)
+        return matcher
+
+    async def _at_ranks(self, grammar: Grammar) -> None:
+        """Raises GrammarRefused or GrammarsBusy."""
         if (known := self._known.get(grammar)) is None:
             known = self._known[grammar] = asyncio.get_running_loop().create_future()
             known.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waits may have gone
@@ -52,7 +59,6 @@ class RankForms:
                 await asyncio.shield(known)
         except TimeoutError:
             raise GrammarsBusy("the grammar was not compiled in time") from None
-        return matcher
 
     def answered(self, number: int, why: str) -> None:
         """A rank has compiled a grammar, or says why not."""
@@ -79,7 +85,7 @@ class Forms:
     def __init__(self, model_path: Path, vocab_size: int) -> None:
         self._path, self._vocab_size = model_path, vocab_size
         self._vocabulary: Vocabulary | None = None
-        self._done: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._done: OrderedDict[Grammar | None, Compiled] = OrderedDict()
         self._lock = Lock()
 
     def compile(self, grammar: Grammar) -> str:
@@ -90,18 +96,19 @@ class Forms:
             return str(error)
         return ""
 
-    def matcher(self, grammar: Grammar) -> Matcher:
+    def matcher(self, grammar: Grammar | None, thinking: ThinkingBudget | None) -> Matcher:
         """Compiles only what `compile` has not seen, or has forgotten. Raises GrammarRefused, ValueError or OSError."""
-        return self._compiled(grammar).matcher()
+        return self._compiled(grammar).matcher(thinking=thinking)
 
-    def _compiled(self, grammar: Grammar) -> "Compiled":
-        from baton.engine.grammars.library import Vocabulary, compile_grammar
+    def _compiled(self, grammar: Grammar | None) -> "Compiled":
+        from baton.engine.grammars.library import Compiled, Vocabulary, compile_grammar
 
         with self._lock:
             if (found := self._done.get(grammar)) is None:
                 if self._vocabulary is None:
                     self._vocabulary = Vocabulary.load(self._path, self._vocab_size, sorted(end_tokens(self._path)))
-                found = self._done[grammar] = compile_grammar(self._vocabulary, grammar)
+                found = Compiled(self._vocabulary, None) if grammar is None else compile_grammar(self._vocabulary, grammar)
+                self._done[grammar] = found
                 while len(self._done) > REMEMBERED:
                     self._done.popitem(last=False)
             self._done.move_to_end(grammar)

@@ -8,6 +8,7 @@ A processor cannot end one request alone. So a row whose grammar leaves nothing 
 grammar, too, sees that the document is not complete (`baton.engine.vllm.engine`).
 """
 
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from baton.engine.core.grammar import Grammar
 from baton.engine.core.protocol import NothingAllowed
 from baton.engine.core.sampling import FIELDS, SamplingParams
 from baton.engine.core.sequence import Sequence
+from baton.engine.core.thinking import Marks, ThinkingBudget
 from baton.engine.model.sampler import sample
 from baton.engine.vllm.forms import Forms, forms_of
 
@@ -32,18 +34,22 @@ def pack(params: SamplingParams, prompt_len: int, eos: frozenset[int]) -> dict[s
     packed = {name: getattr(params, name) for name in FIELDS}
     packed |= {"logit_bias": list(params.logit_bias.items()), "stop_token_ids": sorted(params.stop_token_ids), "logprobs": None}
     packed["structured"] = None if params.structured is None else params.structured.told()
+    packed["thinking"] = None if params.thinking is None else asdict(params.thinking)
     return {"prompt_len": prompt_len, "params": packed, "eos": sorted(eos)}
 
 
 def unpack(packed: dict[str, Any], prompt: list[int], output: list[int], name: str = "", forms: Forms | None = None) -> "Row":
-    """`forms`: who knows the grammars; needed only for a request that has one."""
+    """`forms`: who makes matchers; needed only for a request that has a form or bounds its thinking."""
     given = packed["params"] | {"logit_bias": dict(packed["params"]["logit_bias"])}
     given["stop_token_ids"] = frozenset(given["stop_token_ids"])
     given["structured"] = None if given["structured"] is None else Grammar(**given["structured"])
+    if (thinking := given["thinking"]) is not None:
+        marks = tuple(Marks(one["begin"], tuple(one["ends"]), tuple(one["closing"])) for one in thinking["marks"])
+        given["thinking"] = ThinkingBudget(thinking["max_tokens"], marks, thinking["opened"])
     seq = Sequence(name, list(prompt), packed["prompt_len"], SamplingParams(**given), b"")
-    if seq.params.structured is not None:
+    if seq.params.structured is not None or seq.params.thinking is not None:
         assert forms is not None
-        seq.matcher = forms.matcher(seq.params.structured)
+        seq.matcher = forms.matcher(seq.params.structured, seq.params.thinking)
     return Row(seq, len(prompt), output, frozenset(packed["eos"]))
 
 

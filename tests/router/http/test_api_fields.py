@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from api_fields import APIS, Api, fate
 
-from router.http.openai_in import 
+from router.http.body import read
+from router.http.errors import HttpError
 
 FIELDS = [(api, name) for api in APIS for name in sorted(set(api.model.model_fields).union(*api.known.values()))]
 NEEDED: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "token_ids": [1], "sampling_params": {}}
