@@ -60,6 +60,7 @@ class Setting:
     parallel: bool = True  # more than one call in an answer
     variables: Mapping[str, Any] = field(default_factory=lambda: _NONE)  # of the chat template
     effort: str | None = None  # how much to think
+    thinks: bool = False  # thinking is asked for, however much
     generation_prompt: bool = True
     continue_final: bool = False  # the answer goes on with the last message
     splits_reasoning: bool = False  # what the model thinks is told apart from its answer
@@ -114,12 +115,15 @@ def with_effort(setting: Setting, known: Collection[str], thinks: bool) -> Setti
         if name not in known:
             raise invalid(f"chat_template_kwargs.{name}", "is nothing that this model's chat template reads")
     effort = setting.effort
-    if effort is None:
+    if effort is None and not setting.thinks:
         return setting
     told: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in known}
-    if "reasoning_effort" in known:
+    if effort is None:
+        if not (told or thinks):
+            raise invalid("thinking", "has no effect: this model does not think")
+    elif "reasoning_effort" in known:
         told = (told if effort == "none" else {}) | {"reasoning_effort": effort}
-    if not told and (thinks or effort != "none"):
+    elif not told and (thinks or effort != "none"):
         what = "always thinks: its chat template has no switch" if thinks else "does not think"
         raise invalid("reasoning_effort", f"has no effect: this model {what}")
     return replace(setting, variables={**told, **setting.variables})

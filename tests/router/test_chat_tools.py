@@ -134,6 +134,18 @@ def test_effort_reaches_the_template_or_is_refused() -> None:
             variables(effort, known, thinks)
 
 
+def test_thinking_that_is_asked_for_is_switched_on_or_the_model_thinks_anyway() -> None:
+    def variables(known: set[str], thinks: bool = True, **given: Any) -> Any:
+        return dict(with_effort(Setting(thinks=True, **given), known, thinks).variables)
+
+    assert variables({"thinking"}) == variables({"thinking"}, thinks=False) == {"thinking": True}
+    assert variables(set()) == variables({"reasoning_effort"}) == {}
+    assert variables({"reasoning_effort"}, effort="low") == {"reasoning_effort": "low"}
+    for known in (set[str](), {"reasoning_effort"}):
+        with pytest.raises(BatonError, match="thinking: has no effect: this model does not think"):
+            variables(known, thinks=False)
+
+
 def test_a_template_without_tools_is_told_in_messages() -> None:
     told = generic.told((("system", "Be brief."), *CHAT), Setting((Aside(), *SETTING.asides), TOOLS))
     (_, system), _, (role, call), (result_role, result), _ = told
