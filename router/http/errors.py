@@ -31,6 +31,7 @@ class HttpError(Exception):
         self.param = param
         self.code = code or HTTPStatus(status).phrase.lower().replace(" ", "_")
         self.headers = dict(headers or {})
+        self.request_id = ""  # of the request that is refused, once the door tells its client
 
     @property
     def type(self) -> str:
@@ -68,12 +69,15 @@ def to_http(error: BatonError, names: Mapping[str, str] = _NO_NAMES) -> HttpErro
 
 
 def to_param(field: str, names: Mapping[str, str]) -> str:
-    """`sampling.stop[0]` → `stop[0]`, `chat.messages[2].role` → `messages[2].role`. `names` may know a whole field, or what is before its
-    first index."""
-    if (whole := names.get(field)) is not None:
-        return whole
-    head, bracket, rest = field.removeprefix("sampling.").partition("[")
-    return names.get(head, head) + bracket + rest
+    """`sampling.stop[0]` → `stop[0]`, `chat.messages[2].role` → `messages[2].role`: the longest beginning of the path that has a name there
+    is replaced by it."""
+    field = field.removeprefix("sampling.")
+    end = len(field)
+    while end > 0:
+        if (name := names.get(field[:end])) is not None:
+            return name + field[end:]
+        end = max(field.rfind(mark, 0, end) for mark in ".[")
+    return field
 
 
 def to_json(value: Any) -> bytes:

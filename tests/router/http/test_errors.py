@@ -62,6 +62,25 @@ def test_fields_are_translated_to_parameters(field: str, param: str) -> None:
     assert to_param(field, names) == param
 
 
+def test_the_longest_beginning_of_a_path_that_has_a_name_is_replaced() -> None:
+    names = {
+        "messages": "m",
+        "messages[1]": "m[0]",
+        "messages[1].calls": "m[0].content",
+        "messages[1].calls[0].name": "m[0].content[2].name",
+    }
+    for field, param in (
+        ("messages[1].calls[0].name", "m[0].content[2].name"),
+        ("messages[1].calls[0].id", "m[0].content[0].id"),
+        ("messages[1].calls", "m[0].content"),
+        ("messages[1].content", "m[0].content"),
+        ("messages[11].content", "m[11].content"),
+        ("other.messages[1]", "other.messages[1]"),
+        ("", ""),
+    ):
+        assert to_param(field, names) == param
+
+
 def test_an_error_specific_to_http_is_an_error_object() -> None:
     error = HttpError(415, "send JSON", headers={"a": "b"})
     assert error.body == {
