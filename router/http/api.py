@@ -41,3 +41,5 @@ class Api:
     broken: Callable[[Any, HttpError], bytes] | None = None  # that end of a stream, of this writer, if it is more than the refusal
     prepare: Callable[[Any], Awaitable[Asked]] | None = None  # fetches what a request refers to; raises HttpError
     settle: Callable[[Any], Awaitable[None]] | None = None  # told of the writer once all choices have finished, before the answer ends
+    key_header: str = ""  # where its clients may send their API key, besides `Authorization`
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)  # of every answer

@@ -12,8 +12,9 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys
 from baton.cluster.page_server import Headers as RawHeaders
 from baton.cluster.page_server import Page
-from router.http import openai_in, openai_out, tokens_in, unserved
+from router.http import messages_in, messages_out, openai_in, openai_out, tokens_in, unserved
 from router.http.api import Api, Writer
 from router.http.body import UNSUPPORTED
 from router.http.encoding import IDENTITY, check_encoding, unpack
@@ -83,6 +84,7 @@ class HttpDoor:
         self._completions = openai_out.api(openai_in.completion, self._writer)
         self._responses = Responses(service, tokenizer, draw_id)
         self._token_lists = openai_out.api(tokens_in.generate, self._token_writer)
+        self._messages = messages_out.api(messages_in.message, self._message_writer)
         self._created = int(time.time())
         self._document = to_json(document())
         routes = [
@@ -92,6 +94,8 @@ class HttpDoor:
             Route("/v1/responses/{id}", self._response, methods=["GET", "DELETE"]),
             Route("/v1/chat/completions/render", self._render, methods=["POST"]),
             Route("/inference/v1/generate", self._tokens, methods=["POST"]),
+            Route("/v1/messages", self._message, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/tokenize", self._tokenize, methods=["POST"]),
@@ -111,19 +115,22 @@ class HttpDoor:
     def _token_writer(self, asked: Asked, request_id: str) -> Writer:
         return GenerateWriter(asked, self._tokenizer, request_id, self._service.model_name)
 
+    def _message_writer(self, asked: Asked, request_id: str) -> Writer:
+        return messages_out.Writer(asked, self._tokenizer, request_id, self._service.model_name)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if openai_in.REQUEST_ID.fullmatch(given) else self._draw_id()
         scope["app"] = self  # starlette's router looks for it before it refuses
         scope["state"] = {"request_id": request_id}
         scope["path"] = scope["path"].rstrip("/") or "/"  # some clients end a path with a slash, and a redirect would lose their body
-        started = False
+        api, started = self._api_of(scope["path"]), False
 
         async def tell(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], *((name, request_id.encode()) for name in api.id_headers)]
             await send(message)
 
         try:
@@ -131,8 +138,8 @@ class HttpDoor:
         except (Exception, asyncio.CancelledError) as error:  # a server that closes cancels its requests
             if started:  # EventStream has already told the client
                 raise
-            refusal = self._refusal(error)
-            response = _json(self._api_of(scope["path"]).refusal(refusal), refusal.status, refusal.headers)
+            refusal = self._refusal(error, request_id)
+            response = _json(api.refusal(refusal), refusal.status, refusal.headers)
             await response(scope, receive, tell)
 
     async def _chat(self, request: Request) -> Response:
@@ -166,7 +173,15 @@ class HttpDoor:
 
     def _api_of(self, path: str) -> Api:
         """Whose refusals the clients of a path read."""
-        return self._chats
+        return self._messages if f"{path}/".startswith("/v1/messages/") else self._chats
+
+    async def _message(self, request: Request) -> Response:
+        messages_in.check_version(request.headers.get(messages_in.VERSION_HEADER))
+        return await self._generate(request, self._messages)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        messages_in.check_version(request.headers.get(messages_in.VERSION_HEADER))
+        return _json({"input_tokens": len(await self._ids(request, messages_in.count_tokens))})
 
     async def _generate(self, request: Request, api: Api) -> Response:
         caller = self._caller(request)
@@ -182,7 +197,7 @@ class HttpDoor:
         if asked.stream:
             numbering = Numbering(asked, last) if last is not None or asks_for_ids(asked, request.headers) else None
             written = chunks(api, events, writer, numbering, self._budget)
-            return EventStream(api, writer, written, self._longest_s, self._refusal)
+            return EventStream(api, writer, written, self._longest_s, partial(self._refusal, request_id=caller.request_id))
         async with while_connected(request.receive, self._longest_s), aclosing(events):
             async for index, event in events:
                 for part in parts(event):
@@ -231,13 +246,17 @@ class HttpDoor:
             "max_model_len": self._service.max_model_len,
         }
 
-    async def _tokenize(self, request: Request) -> Response:
+    async def _ids(self, request: Request, read: Callable[[bytes], tuple[Ask, Mapping[str, str]]]) -> list[int]:
+        """The prompt of a body as `read` reads it."""
         self._caller(request)
-        ask, names = await self._read(request, openai_in.tokenize)
+        ask, names = await self._read(request, read)
         try:
-            ids = await self._service.tokenize(ask)
+            return await self._service.tokenize(ask)
         except BatonError as error:
             raise to_http(error, names) from None
+
+    async def _tokenize(self, request: Request) -> Response:
+        ids = await self._ids(request, openai_in.tokenize)
         answer = members({"count": len(ids), "max_model_len": self._service.max_model_len}, tokens=list_of_ids(ids))
         return InPieces(await gather(answer, self._budget))
 
@@ -281,8 +300,9 @@ class HttpDoor:
 
     def _caller(self, request: Request) -> Caller:
         """Raises BatonError(UNAUTHENTICATED)."""
-        headers = request.headers
-        tenant = self._keys.tenant(headers.get("authorization"))
+        headers, api = request.headers, self._api_of(request.scope["path"])
+        key = headers.get(api.key_header)
+        tenant = self._keys.tenant(headers.get("authorization", key and f"Bearer {key}"))
         trace = headers.get("traceparent", ""), ",".join(headers.getlist("tracestate"))
         return Caller(request.scope["state"]["request_id"], tenant, *trace)
 
@@ -310,7 +330,12 @@ class HttpDoor:
             return await asyncio.to_thread(unpack, bytes(body), encoding, most)
         return bytes(body)
 
-    def _refusal(self, error: BaseException) -> HttpError:
+    def _refusal(self, error: BaseException, request_id: str) -> HttpError:
+        refused = self._http_error(error)
+        refused.request_id = request_id
+        return refused
+
+    def _http_error(self, error: BaseException) -> HttpError:
         match error:
             case HttpError():
                 return error
@@ -330,7 +355,7 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Lets pages of `origins` use `app` from a browser. Keys travel in a header that the page sets itself, so no credentials are needed."""
     if not origins:
         return app
-    told = ("x-request-id", "retry-after")
+    told = ("x-request-id", "request-id", "retry-after")
     return CORSMiddleware(app, allow_origins=origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",), expose_headers=told)
 
 

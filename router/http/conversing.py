@@ -12,7 +12,7 @@ from router.validate import Limits
 _LIMITS = Limits()
 
 
-def _kind(value: Any) -> str | None:
+def kind_of_content(value: Any) -> str | None:
     return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
 
 
@@ -27,7 +27,7 @@ class Part(Body):
 _CONTENT = Rule("must be a string or a list of parts")
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Part], Field(min_length=1, fail_fast=True), Tag("parts")],
-    Discriminator(_kind),
+    Discriminator(kind_of_content),
     _CONTENT,
 ]
 

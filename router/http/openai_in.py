@@ -69,6 +69,7 @@ class Asked:
     sampling: bool = False  # the answer names the parameters that are in force
     text: bool = True  # the answer has the text
     prompt: tuple[int, ...] | None = None  # the answer repeats it
+    shows_thinking: bool = True
     names: Mapping[str, str] = field(default_factory=lambda: _NO_NAMES)  # field of an Ask → parameter
 
     def names_of(self, choice: int) -> Mapping[str, str]:

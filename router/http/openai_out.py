@@ -222,8 +222,7 @@ class Writer:
             choice.texts.append(event.text)
             choice.keep(event.deltas)
         self._note(choice, event)
-        if self._size > MAX_WHOLE_BYTES:
-            raise bad_value("stream", f"must be true for an answer of more than {MAX_WHOLE_BYTES >> 20} MiB")
+        check_size(self._size)
 
     def _write_logprobs(self, choice: Choice, token: Token) -> None:
         for name, entries in self._shape.logprobs([(token, choice.length)]).items():
@@ -330,6 +329,12 @@ class Writer:
         if self._asked.continuous_usage:
             return chunk | {"usage": self.usage()}
         return chunk | {"usage": None} if self._asked.include_usage else chunk
+
+
+def check_size(size: int) -> None:
+    """Raises HttpError for an answer of `size` bytes that is not streamed."""
+    if size > MAX_WHOLE_BYTES:
+        raise bad_value("stream", f"must be true for an answer of more than {MAX_WHOLE_BYTES >> 20} MiB")
 
 
 def in_force(event: Accepted) -> _Json:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from router.http.messages_in import CountTokens, CreateMessage
 from router.http.openai_in import Chat, Completion, Detokenize, Tokenize
 from router.http.responses_in import Response
 from router.http.tokens_in import Generate
@@ -26,6 +27,8 @@ def document() -> _Json:
         },
         "/v1/chat/completions/render": {"post": _post("The token ids of a conversation, as a body of /inference/v1/generate.", "Chat")},
         "/inference/v1/generate": {"post": _post("Continues token ids.", "Generate", stream=True)},
+        "/v1/messages": {"post": _post("Answers a conversation.", "CreateMessage", stream=True, error="MessagesError") | _ANY_KEY},
+        "/v1/messages/count_tokens": {"post": _post("Tokens of a conversation.", "CountTokens", error="MessagesError") | _ANY_KEY},
         "/v1/models": {"get": _get("The model that is served.")},
         "/v1/models/{name}": {"get": _get("One model.", refusals=("401", "404")) | {"parameters": [_NAME]}},
         "/tokenize": {"post": _post("Token ids of a prompt.", "Tokenize")},
@@ -35,20 +38,23 @@ def document() -> _Json:
         "/livez": {"get": _get("Whether the process answers.", refusals=())},
         "/version": {"get": _get("The version of the software.", refusals=())},
     }
-    models = [(model, "validation") for model in (Chat, Completion, Response, Tokenize, Detokenize, Generate)]
+    bodies = (Chat, Completion, Response, CreateMessage, CountTokens, Tokenize, Detokenize, Generate)
+    models = [(model, "validation") for model in bodies]
     _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    schemas = made["$defs"] | {"Error": _ERROR}
+    schemas = made["$defs"] | {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Baton", "version": version("baton-llm"), "description": "OpenAI-compatible door of a Baton cluster."},
+        "info": {"title": "Baton", "version": version("baton-llm"), "description": "The HTTP door of a Baton cluster."},
         "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "components": {"schemas": schemas, "securitySchemes": _KEYS},
         "security": [{}, {"key": []}],
     }
 
 
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 _OF_KEPT = ("400", "401", "404", "503")
+_KEYS = {"key": {"type": "http", "scheme": "bearer"}, "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}
+_ANY_KEY: _Json = {"security": [{}, *({name: []} for name in _KEYS)]}
 _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 _ERROR = {
     "type": "object",
@@ -66,21 +72,42 @@ _ERROR = {
     },
     "required": ["error"],
 }
-_REFUSAL = {"description": "Refused.", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+_MESSAGES_ERROR = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["error"]},
+        "error": {
+            "type": "object",
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string"},
+                "details": {
+                    "type": "object",
+                    "properties": {"error_code": {"type": "string"}, "param": {"type": "string"}},
+                    "required": ["error_code"],
+                },
+            },
+            "required": ["type", "message", "details"],
+        },
+        "request_id": {"type": "string"},
+    },
+    "required": ["type", "error", "request_id"],
+}
 _GENERAL = ("400", "401", "404", "408", "413", "415", "429", "500", "503", "504")
 
 
-def _post(summary: str, schema: str, stream: bool = False) -> _Json:
+def _post(summary: str, schema: str, stream: bool = False, error: str = "Error") -> _Json:
     content: _Json = {"application/json": {"schema": {"type": "object"}}}
     if stream:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     body = {"required": True, "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}}
-    return {"summary": summary, "requestBody": body, "responses": _responses(content, _GENERAL)}
+    return {"summary": summary, "requestBody": body, "responses": _responses(content, _GENERAL, error)}
 
 
 def _get(summary: str, refusals: tuple[str, ...] = ("401",)) -> _Json:
     return {"summary": summary, "responses": _responses({"application/json": {"schema": {"type": "object"}}}, refusals)}
 
 
-def _responses(content: _Json, refusals: tuple[str, ...]) -> _Json:
-    return {"200": {"description": "Done.", "content": content}} | dict.fromkeys(refusals, _REFUSAL)
+def _responses(content: _Json, refusals: tuple[str, ...], error: str = "Error") -> _Json:
+    refusal = {"description": "Refused.", "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}}
+    return {"200": {"description": "Done.", "content": content}} | dict.fromkeys(refusals, refusal)

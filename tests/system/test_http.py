@@ -16,6 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx2
 import openai
 import psutil
@@ -198,6 +199,20 @@ def test_another_public_client_works(live: Cluster) -> None:
     options["stream_options"] = {"include_usage": True}
     stream = other.chat_completion(HELLO, stream=True, **options)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == said()
+
+
+def test_the_anthropic_package_gets_the_same_answer(live: Cluster, client: openai.OpenAI) -> None:
+    want = client.chat.completions.create(model="toy", messages=HELLO, temperature=0, max_tokens=24).choices[0]
+    with anthropic.Anthropic(base_url=f"http://{live.http}", api_key="none", max_retries=0) as sdk:
+        asked: dict[str, Any] = {"model": "toy", "messages": HELLO, "max_tokens": 24, "extra_body": {"temperature": 0}}
+        whole = sdk.messages.create(**asked)
+        with sdk.messages.stream(**asked) as stream:
+            final = stream.get_final_message()
+        assert sdk.messages.count_tokens(model="toy", messages=HELLO).input_tokens == len(PROMPT)
+    for answer in (whole, final):
+        assert [block.text for block in answer.content if block.type == "text"] == [want.message.content]
+        assert answer.stop_reason == {"length": "max_tokens", "stop": "end_turn"}[want.finish_reason]
+        assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == len(PROMPT)
 
 
 def test_http_and_grpc_return_the_same_text(live: Cluster, client: openai.OpenAI) -> None:
@@ -383,8 +398,11 @@ class Fuzzed:
         self.answers += 1
         assert response.status_code in (200, 400, 401, 404, 405, 408, 413, 415), (response.status_code, response.text)
         if response.status_code != 200:
-            error = json.loads(response.text)["error"]
-            assert set(error) == {"message", "type", "param", "code"} and error["message"] and error["code"]
+            body = json.loads(response.text)
+            error, of_messages = body["error"], "request-id" in response.headers
+            assert set(error) == ({"message", "type", "details"} if of_messages else {"message", "type", "param", "code"})
+            assert error["message"] and (error["details"]["error_code"] if of_messages else error["code"])
+            assert ({*body} == {"type", "error", "request_id"} and body["type"] == "error") if of_messages else {*body} == {"error"}
         assert response.headers["x-request-id"] or response.status_code == 408
 
     async def over(self) -> None:
@@ -406,8 +424,8 @@ HEADERS = {"authorization": "Bearer key-a"}
 
 
 POSTS = (
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize", "/v1/chat/completions/render",
-    "/inference/v1/generate",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize",
+    "/v1/chat/completions/render", "/inference/v1/generate",
 )  # fmt: skip
 
 
@@ -431,6 +449,21 @@ def test_requests_generated_from_the_openapi_document_are_handled(fuzzed: Fuzzed
     fuzz()
 
 
+CALLED: list[Any] = [
+    *HELLO,
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "text", "text": "I add."},
+            {"type": "tool_use", "id": "a", "name": "add", "input": {"x": 1.5}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "x"}], "is_error": True}],
+    },
+]
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "stop": ["x"], "seed": 1}),
     ("/v1/chat/completions", {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}, "n": 2, "max_tokens": 3}),
@@ -452,6 +485,9 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("/inference/v1/generate", {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 3, "logprobs": 1, "stop": ["x"], "n": 2}}),
     ("/v1/chat/completions/render", {"messages": HELLO, "max_tokens": 3, "guided_choice": ["a", "b"]}),
+    ("/v1/messages", {"messages": HELLO, "max_tokens": 3, "stream": True, "temperature": 0.5, "system": "s", "stop_sequences": ["x"]}),
+    ("/v1/messages", {"messages": CALLED, "max_tokens": 3, "tools": [{"name": "add", "input_schema": {"type": "object"}}]}),
+    ("/v1/messages/count_tokens", {"messages": CALLED, "tool_choice": {"type": "auto"}}),
     ("/tokenize", {"prompt": "some text"}),
     ("/detokenize", {"tokens": [1, 2, 3, 255]}),
 ]
