@@ -209,8 +209,9 @@ def test_the_anthropic_package_gets_the_same_answer(live: Cluster, client: opena
         with sdk.messages.stream(**asked) as stream:
             final = stream.get_final_message()
         assert sdk.messages.count_tokens(model="toy", messages=HELLO).input_tokens == len(PROMPT)
-    for answer in (whole, final):
-        assert [block.text for block in answer.content if block.type == "text"] == [want.message.content]
+    answers: list[Any] = [whole, final]
+    for answer in answers:
+        assert [block.text for block in answer.content] == [want.message.content]
         assert answer.stop_reason == {"length": "max_tokens", "stop": "end_turn"}[want.finish_reason]
         assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == len(PROMPT)
 

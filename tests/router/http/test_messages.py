@@ -26,6 +26,7 @@ from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys, Entry
 from baton.models.make_small import make_toy
+from router.http import openai_out
 from router.request import Request, Tokens
 from router.tokenizer import Tokenizer
 from router.tools.families import BY_NAME
@@ -478,6 +479,16 @@ async def test_what_of_a_tool_is_not_enforced_is_told(tokenizer: Tokenizer, tmp_
     assert json.loads(stream.split("\n")[1].removeprefix("data: "))["message"]["relaxed"] == [told]
     strict = await made.post(MESSAGES, body | {"tools": [TIME, odd | {"strict": True}]})
     assert strict.status == 400 and strict.json["error"]["details"]["param"] == "tools[1].input_schema"
+
+
+async def test_a_whole_answer_that_is_too_long_is_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_out, "MAX_WHOLE_BYTES", 50)
+    for text in ("x" * 60, f"<think>{'x' * 60}", CALL):
+        made = house(tokenizer, text)
+        answer = await made.post(MESSAGES, ASK)
+        assert answer.status == 400 and answer.json["error"]["details"]["param"] == "stream"
+        assert (await made.post(MESSAGES, ASK | {"stream": True})).status == 200
+        made.check()
 
 
 async def test_the_example_of_the_page_runs(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
