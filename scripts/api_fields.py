@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anthropic.types import beta, message_count_tokens_params, message_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from router.http.body import Body, Neutral
+from router.http.messages_in import CountTokens, CreateMessage
 from router.http.openai_in import Chat, Completion
 from router.http.tokens_in import Generate, TokenSampling
 
@@ -59,6 +61,13 @@ class Api:
     notes: Mapping[str, str] = field(default_factory=dict)
 
 
+_OF_BETA = beta.message_create_params
+ANTHROPIC = (message_create_params.MessageCreateParamsBase, message_create_params.MessageCreateParamsStreaming)
+BETA = (_OF_BETA.MessageCreateParamsBase, _OF_BETA.MessageCreateParamsStreaming)
+FORMER = frozenset({"output_format", "temperature", "top_k", "top_p"})  # that earlier SDKs have
+HEADERS = {"betas", "user_profile_id", "workspace_id"}  # Anthropic's SDK sends them as headers
+
+
 def names(*types: Any) -> frozenset[str]:
     """The members of TypedDicts."""
     return frozenset(name for each in types for name in each.__annotations__)
@@ -85,6 +94,18 @@ APIS = (
     ),
     Api("`POST /inference/v1/generate`", Generate, {"vLLM": frozenset(VLLM_GENERATE)}),
     Api("`sampling_params` of `/inference/v1/generate`", TokenSampling, {"vLLM": frozenset(VLLM_SAMPLING)}),
+    Api(
+        "`POST /v1/messages`",
+        CreateMessage,
+        {"Anthropic": (names(*ANTHROPIC, *BETA) | FORMER) - HEADERS},
+        {"output_format": "the old name of `output_config.format`"},
+    ),
+    Api(
+        "`POST /v1/messages/count_tokens`",
+        CountTokens,
+        {"Anthropic": names(message_count_tokens_params.MessageCountTokensParams, beta.MessageCountTokensParams) - HEADERS},
+        {"output_format": "the old name of `output_config.format`"},
+    ),
 )
 
 

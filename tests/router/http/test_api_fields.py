@@ -10,7 +10,8 @@ from router.http.body import read
 from router.http.errors import HttpError
 
 FIELDS = [(api, name) for api in APIS for name in sorted(set(api.model.model_fields).union(*api.known.values()))]
-NEEDED: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "token_ids": [1], "sampling_params": {}}
+HELLO = [{"role": "user", "content": "hi"}]
+NEEDED: dict[str, Any] = {"messages": HELLO, "max_tokens": 5, "prompt": "hi", "token_ids": [1], "sampling_params": {}}
 
 
 def refusal(api: Api, **fields: Any) -> str | None:

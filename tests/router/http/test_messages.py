@@ -504,3 +504,17 @@ async def test_many_streams_end_and_leave_nothing(tokenizer: Tokenizer) -> None:
     answers = await asyncio.gather(*(made.post(MESSAGES, ASK | {"stream": True}) for _ in range(20)))
     assert {answer.status for answer in answers} == {200}
     made.check()
+
+
+async def test_thinking_is_bounded(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    make_toy(tmp_path / "model")
+    made = house(tokenizer, "<think>hm</think>So", path=tmp_path / "model")
+    async with client(made) as sdk:
+        await sdk.messages.create(**HELLO, thinking={"type": "enabled", "budget_tokens": 100})
+        budget = made.script.begun[0].params.thinking
+        assert budget is not None and budget.max_tokens == 100
+        with pytest.raises(anthropic.BadRequestError, match=r"thinking\.budget_tokens: must not be more than max_tokens"):
+            await sdk.messages.create(**HELLO, thinking={"type": "enabled", "budget_tokens": 1001})
+    async with client(house(tokenizer, "So", Forms())) as sdk:
+        with pytest.raises(anthropic.BadRequestError, match=r"thinking"):
+            await sdk.messages.create(**HELLO, thinking={"type": "enabled", "budget_tokens": 100})
