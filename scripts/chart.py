@@ -32,7 +32,7 @@ ONE_OF = {
     "decode.scaling": SCALING,
 }
 COPIES = ("prometheus/alerts.yml", "grafana/baton.json")  # a chart reads only files inside it
-AT_LEAST = {"decode.replicas": 1, "decode.autoscale.min": 1}
+AT_LEAST = {"decode.replicas": 1, "decode.autoscale.min": 1, "gpu.workersPerGpu": 1}
 OPEN = ("resources", "rollout", "disruption")  # Kubernetes checks these
 Schema = dict[str, Any]
 

@@ -119,7 +119,6 @@ def test_each_rank_has_a_gpu() -> None:
         (("config.engine.kind=vllm",), "config.engine.kind is vllm, and engine is baton"),
         (("engine=vllm", "config.engine.kind=baton"), "config.engine.kind is baton, and engine is vllm"),
         (("engine=vllm", "config.engine.block_size=48"), "config.engine.block_size is 48"),
-        (GPUS, "prefill.resources or its profile ask for: 0; ranks of config.engine.vllm"),
         ((*GPUS, *ASKED, "config.engine.vllm.pipeline_parallel_size=2"), "ask for: 2; ranks of config.engine.vllm"),
         ((*GPUS, ASKED[0], r"decode.resources.limits.nvidia\.com/gpu=1"), "decode.resources or its profile ask for: 1"),
         (("engine=vllm", *ASKED), "config.engine.device is cpu"),

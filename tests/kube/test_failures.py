@@ -19,7 +19,8 @@ PROFILE = {
         "rollout": {"maxSurge": 0, "maxUnavailable": 1},
     }
 }
-ON_GPUS = ("--set", "prefill.profile=gpu,decode.profile=gpu", "--set-json", f"profiles={json.dumps(PROFILE)}")
+# No GPU is there: `auto` computes on the CPU.
+ON_GPUS = ("--set", "prefill.profile=gpu,decode.profile=gpu,config.engine.device=auto", "--set-json", f"profiles={json.dumps(PROFILE)}")
 
 
 @pytest.fixture(scope="module")

@@ -66,14 +66,14 @@
   "security.tls_ca" "set security.tlsSecret, beside config" "security.api_keys" "set security.apiKeysSecret, beside config"
 -}}
 {{- range $role := list "prefill" "decode" -}}
-{{- range $key := list "cpus" "gpus" -}}{{ $_ := set $places (printf "%s.%s" $role $key) (printf "set %s.resources, beside config" $role) }}{{- end -}}
+{{- range $key := list "cpus" "gpus" -}}{{ $_ := set $places (printf "%s.%s" $role $key) (printf "set %s.resources%s, beside config" $role (ternary " or gpu" "" (eq $key "gpus"))) }}{{- end -}}
 {{- $_ := set $places (printf "%s.cores" $role) "the kubelet pins cores (CPU manager policy static)" -}}
 {{- $_ := set $places (printf "%s.placement" $role) (printf "set %s.affinity, beside config" $role) -}}
 {{- end -}}
 {{- if and (eq (include "baton.rdma" .) "true") (include "baton.tlsSecret" .) -}}
 {{- fail "RDMA and security.tlsSecret or certManager: NIXL encrypts nothing, so with certificates KV between nodes goes by TCP, inside TLS. Leave out the adapters or the certificates" -}}
 {{- end -}}
-{{- include "baton.vllmCheck" . -}}
+{{- include "baton.gpuCheck" . -}}
 {{- include "baton.sameModel" . -}}
 {{- range $section, $keys := .Values.config -}}
 {{- range $key, $_ := $keys -}}
@@ -116,6 +116,7 @@ drops, for seconds with each new peer. Without certificates and keys, the networ
 {{- $_ := set $own.telemetry "metrics_port" 9090 -}}
 {{- else -}}
 {{- $_ := set $own $role (dict "port" 8473) -}}
+{{- if gt (int $values.gpu.workersPerGpu) 1 }}{{ $_ := set (index $own $role) "gpus" (divf 1 $values.gpu.workersPerGpu) }}{{ end -}}
 {{- $_ := set $defaults "kv" (dict "transport" (ternary "auto" "tcp" (eq (include "baton.rdma" $root) "true"))) -}}
 {{- with include "baton.ucxPorts" $root }}{{ $_ := set $defaults.kv "ucx_port_range" . }}{{ end -}}
 {{- $_ := set $own "kv" (dict "port" 8474) -}}

@@ -29,7 +29,7 @@ helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Versio
 {{- $registry := default .Values.image.registry .Values.global.imageRegistry -}}
 {{- $name := .Values.image.repository -}}
 {{- if $registry }}{{ $name = printf "%s/%s" $registry $name }}{{ end -}}
-{{- $own := printf "%s%s" .Chart.AppVersion (include "baton.vllmTag" .) -}}
+{{- $own := printf "%s%s" .Chart.AppVersion (include "baton.variant" .) -}}
 {{- if .Values.image.digest }}{{ $name }}@{{ .Values.image.digest }}{{ else }}{{ $name }}:{{ .Values.image.tag | default $own }}{{ end -}}
 {{- end -}}
 

@@ -20,8 +20,14 @@ else the role's: takes (root, role). */}}
 {{- end -}}
 {{- $_ := set $made "tolerations" $tolerations -}}
 {{- range $key := list "resources" "rollout" "disruption" -}}{{- $_ := set $made $key (default (index $role $key) (index $profile $key)) -}}{{- end -}}
-{{- $worker := has (index . 1) (list "prefill" "decode") -}}
-{{- if and $worker (include "baton.vllm" (index . 0)) }}{{ include "baton.withVllm" (list (index . 0) $made) }}{{ else }}{{ toYaml $made }}{{ end -}}
+{{- $root := index . 0 -}}
+{{- if has (index . 1) (list "prefill" "decode") -}}
+{{- $ahead := or (not (include "baton.cuda" $root)) (and (eq "values" $role.scaling) (le (int $role.replicas) 1)) -}}
+{{- $_ := set $made "rollout" (mergeOverwrite (dict "maxSurge" (ternary 1 0 $ahead) "maxUnavailable" (ternary 0 1 $ahead)) $made.rollout) -}}
+{{- if include "baton.cuda" $root }}{{ $made = include "baton.withGpus" (list $root $made) | fromYaml }}{{ end -}}
+{{- if include "baton.vllm" $root }}{{ $made = include "baton.withVllm" (list $root $made) | fromYaml }}{{ end -}}
+{{- end -}}
+{{- toYaml $made -}}
 {{- end -}}
 
 {{/* Secrets with which images are pulled, as a part of a pod's spec. */}}

@@ -3,9 +3,9 @@
 {{- if eq "vllm" (toString .Values.engine) }}true{{ end -}}
 {{- end -}}
 
-{{/* What the tag of an image with vLLM ends with. */}}
-{{- define "baton.vllmTag" -}}
-{{- if include "baton.vllm" . }}{{ ternary "-cuda-vllm" "-vllm" (eq "cuda" (dig "engine" "device" "cpu" .Values.config)) }}{{ end -}}
+{{/* What the tag of the image ends with: its variant and its engine. */}}
+{{- define "baton.variant" -}}
+{{- if include "baton.cuda" . }}-cuda{{ end }}{{ if include "baton.vllm" . }}-vllm{{ end -}}
 {{- end -}}
 
 {{/* The section `engine` of the configuration. Fails if it and the engine do not agree. */}}
@@ -35,7 +35,8 @@
 
 {{/* Seconds that a worker may take to start: takes (root, role). */}}
 {{- define "baton.startSeconds" -}}
-{{- default (ternary 1800 600 (eq "true" (include "baton.vllm" (index . 0)))) (index (index . 0).Values (index . 1)).startSeconds -}}
+{{- $long := or (include "baton.vllm" (index . 0)) (include "baton.cuda" (index . 0)) -}}
+{{- default (ternary 1800 600 (ne "" $long)) (index (index . 0).Values (index . 1)).startSeconds -}}
 {{- end -}}
 
 {{/* Adds to what is said for pods of workers what vLLM needs there; what is said for them wins: takes (root, pods). */}}
@@ -44,7 +45,7 @@
 {{- $pods := deepCopy (index . 1) -}}
 {{- range $key := list "volumes" "volumeMounts" "env" }}{{ $_ := set $pods $key (default dict (index $pods $key)) }}{{ end -}}
 {{- $ranks := int (include "baton.ranks" $root) -}}
-{{- $gpu := eq "cuda" (dig "engine" "device" "cpu" $root.Values.config) -}}
+{{- $gpu := eq "true" (include "baton.cuda" $root) -}}
 {{- /* Ranks and NCCL talk through /dev/shm, of which a container has 64 MiB. */}}
 {{- $shm := mul 1024 $ranks -}}
 {{- $mounted := false -}}
@@ -78,32 +79,4 @@
 {{- $units := dict "" 9.5367431640625e-7 "Ki" 0.0009765625 "Mi" 1.0 "Gi" 1024.0 "Ti" 1048576.0 "k" 0.00095367431640625 "M" 0.95367431640625 "G" 953.67431640625 "T" 953674.31640625 -}}
 {{- $unit := trimPrefix $number . -}}
 {{- if and $number (hasKey $units $unit) }}{{ mulf (float64 $number) (index $units $unit) }}{{ else }}{{ 1e15 }}{{ end -}}
-{{- end -}}
-
-{{/* GPUs that a pod asks for: takes its resources. */}}
-{{- define "baton.gpus" -}}
-{{- $count := 0 -}}
-{{- range $name, $value := merge (dict) (default dict .limits) (default dict .requests) -}}
-{{- if regexMatch "/(gpu(\\.shared)?|mig-.+)$" $name }}{{ $count = add $count (int $value) }}{{ end -}}
-{{- end -}}
-{{- $count -}}
-{{- end -}}
-
-{{/* Fails if a worker with vLLM does not get a GPU for each of its ranks. What a device claim brings is not known here. */}}
-{{- define "baton.vllmCheck" -}}
-{{- if include "baton.vllm" . -}}
-{{- $ranks := int (include "baton.ranks" .) -}}
-{{- $device := dig "engine" "device" "cpu" .Values.config -}}
-{{- range $role := list "prefill" "decode" -}}
-{{- $values := index $.Values $role -}}
-{{- $pods := include "baton.pods" (list $ $role) | fromYaml -}}
-{{- $gpus := int (include "baton.gpus" $pods.resources) -}}
-{{- if or $pods.resourceClaims (and (eq (int $values.replicas) 0) (eq $values.scaling "values")) -}}
-{{- else if and (eq $device "cpu") $gpus -}}
-{{- fail (printf "%s.resources or its profile ask for GPUs (%d), and config.engine.device is cpu: set it to cuda, or ask for none" $role $gpus) -}}
-{{- else if and (eq $device "cuda") (ne $gpus $ranks) -}}
-{{- fail (printf "GPUs that %s.resources or its profile ask for: %d; ranks of config.engine.vllm (tensor_parallel_size * pipeline_parallel_size): %d. These must be equal: each rank has a GPU of its own" $role $gpus $ranks) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
 {{- end -}}
