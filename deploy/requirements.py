@@ -1,5 +1,6 @@
 """Prints what pip installs into the image: the dependencies of pyproject.toml, those of the variant and the engine, and those of extras:
-`serve`, the two that `baton fetch` needs, the one for traces, and further ones. For vLLM on a CPU, vllm_cpu.py adds its own.
+`serve`, the two that `baton fetch` needs, the one for traces, the one for the chart's load test, and further ones. For vLLM on a CPU,
+vllm_cpu.py adds its own.
 
 python requirements.py cpu|cuda [EXTRA,...] [baton|vllm]
 """
@@ -8,7 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-ALWAYS = ("serve", "hub", "s3", "otel")
+ALWAYS = ("serve", "hub", "s3", "otel", "k8s")
 VARIANTS = {"cpu": (), "cuda": ("flashinfer-python",)}  # of the extra `gpu`
 ENGINES = ("baton", "vllm")
 

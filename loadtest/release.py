@@ -42,7 +42,8 @@ class Cluster(Protocol):
         """Returns when the pods that go have ended, or those that come have a node. Raises BatonError."""
 
     async def workers(self) -> Sizes | None:
-        """Those that are ready and that a router knows; None while other pods of the pools are there, or no router answers."""
+        """Those that are ready and that a router knows; None while other pods of the pools are there, or no router answers. Raises
+        BatonError."""
 
     async def addresses(self) -> dict[str, str]:
         """Of each door, for the requests of the load test."""
@@ -174,7 +175,7 @@ class Release:
         await self._resize(sizes)
 
         async def complete() -> bool:
-            return await self._cluster.workers() == sizes
+            return await self._ask(self._cluster.workers()) == sizes
 
         if not await until(complete, self._ready_s):
             look = f"kubectl -n {self._name.namespace} get pods"

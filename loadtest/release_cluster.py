@@ -8,7 +8,7 @@ import grpc
 
 from baton.access.access import Access, Endpoint, find
 from baton.access.options import Identity, Place
-from baton.cluster.errors import BatonError
+from baton.cluster.errors import BatonError, Reason
 from baton.launch.kubernetes_api import Api, connect
 from baton.launch.kubernetes_launcher import KubernetesLauncher
 from baton.launch.pods import Object, ReleaseName, has_ended, is_leaving, is_ready, name_of, selector_of
@@ -52,13 +52,17 @@ class OutsideCluster:
         return [pod for pod in self._api.pods(self._release.namespace, selector_of(deployment)) if not has_ended(pod)]
 
     def _known(self) -> set[str]:
-        """Names of the workers that a router can ask; none while no router answers."""
+        """Names of the workers that a router can ask; none while no router answers. Raises BatonError for a missing right or key."""
         try:
             if self._admin is None:
                 self._admin = find("admin", self._place, self._identity)
             with self._admin.channel() as channel:
                 status = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=STATUS_S)
-        except (grpc.RpcError, BatonError, OSError):
+        except (grpc.RpcError, BatonError, OSError) as error:
+            if isinstance(error, BatonError) and error.reason is Reason.FORBIDDEN:  # by the API server
+                raise
+            if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise BatonError(Reason.UNAUTHENTICATED, error.details()) from None
             return set()
         return {worker.record.name for worker in status.workers if not worker.error}
 

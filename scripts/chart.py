@@ -24,6 +24,7 @@ ONE_OF = {
     "security.certManager.kind": ["Issuer", "ClusterIssuer"],
     "image.pullPolicy": PULL,
     "model.imagePullPolicy": PULL,
+    "loadtest.door": ["grpc", "http"],
     "service.type": ["ClusterIP", "NodePort", "LoadBalancer"],
     "service.externalTrafficPolicy": ["Cluster", "Local"],
     "prefill.workload": ["deployment", "lws"],
@@ -84,6 +85,7 @@ def values_schema(values: dict[str, Any]) -> Schema:
     of_profile = properties["common"]["properties"] | {name: {"type": "object"} for name in OPEN}
     properties["profiles"] = {"type": "object", "additionalProperties": closed(of_profile)}
     properties["model"]["properties"]["fetch"]["properties"]["resources"] = {"type": "object"}
+    properties["loadtest"]["properties"]["resources"] = {"type": "object"}
     # Helm merges values of a parent chart into `global`, and many installers put the others beside our own.
     properties["global"] = {"type": "object", "properties": properties["global"]["properties"]}
     properties["enabled"] = {"type": "boolean"}

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import typer
 
+from baton.access.options import Identity
 from baton.cluster.errors import BatonError, Reason
 from baton.launch.pods import OWNER, ReleaseName
-from loadtest import cli
+from loadtest import cli, release_cluster
 from loadtest.campaign import Arm
 from loadtest.hardware import ClusterError
 from loadtest.options import Arms, Entrance
@@ -45,6 +47,7 @@ class FakeCluster:
         self.hang: asyncio.Event | None = None  # of the next resize, after it has taken effect
         self.fails: BatonError | None = None
         self.ready = True
+        self.refuses: BatonError | None = None
 
     async def deployments(self) -> Mapping[str, Any]:
         return {"router": deployment("router", 1), **{role: deployment(role, n, **self.more[role]) for role, n in self.sizes.items()}}
@@ -61,6 +64,8 @@ class FakeCluster:
             await asyncio.Event().wait()
 
     async def workers(self) -> Sizes | None:
+        if self.refuses is not None:
+            raise self.refuses
         return (self.sizes["prefill"], self.sizes["decode"]) if self.ready else None
 
     async def addresses(self) -> dict[str, str]:
@@ -190,6 +195,55 @@ async def test_what_kubernetes_refuses_and_pods_that_never_come_are_errors(made:
     assert cluster.found == (1, 1)
 
 
+async def test_a_right_or_a_key_that_is_missing_ends_the_wait_for_the_workers(made: Callable[..., Release]) -> None:
+    cluster = FakeCluster()
+    with pytest.raises(ClusterError, match="models/r: UNAUTHENTICATED: this door needs an API key with admin=yes"):
+        async with made(cluster, ready_s=3600.0) as release:
+            cluster.refuses = BatonError(Reason.UNAUTHENTICATED, "this door needs an API key with admin=yes")
+            async with release.running(COLOCATED):
+                pass
+    assert cluster.found == (1, 1)
+
+
+class Refusing(grpc.RpcError):
+    """What a router answers, or nothing."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self._code = code
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return "it says so"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Refusing(grpc.StatusCode.UNAUTHENTICATED), Reason.UNAUTHENTICATED),
+        (BatonError(Reason.FORBIDDEN, "pods/portforward"), Reason.FORBIDDEN),
+        (Refusing(grpc.StatusCode.UNAVAILABLE), None),
+        (BatonError(Reason.UNREACHABLE, "later"), None),
+    ],
+)
+def test_a_router_that_is_not_there_yet_is_asked_again_and_a_refusal_is_told(
+    error: Exception, reason: Reason | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(*_: object) -> object:
+        raise error
+
+    monkeypatch.setattr(release_cluster, "connect", lambda _: None)
+    monkeypatch.setattr(release_cluster, "find", find)
+    cluster = release_cluster.OutsideCluster(NAME, None, "grpc", Identity(), None)
+    if reason is None:
+        assert cluster._known() == set()
+        return
+    with pytest.raises(BatonError) as told:
+        cluster._known()
+    assert told.value.reason is reason
+
+
 async def test_sizes_that_cannot_be_put_back_are_said_with_the_way(made: Callable[..., Release], tmp_path: Path) -> None:
     cluster = FakeCluster()
     with pytest.raises(
@@ -229,8 +283,6 @@ def test_arms_of_a_release_are_sizes_and_nothing_else() -> None:
     ],
 )
 def test_flags_that_a_release_decides_itself_are_bad_input(flags: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from baton.access.options import Identity
-
     with pytest.raises(typer.Exit) as ended, cli._failing():
         cli._release(Arms(**flags), Entrance(), Identity(), None)  # type: ignore[arg-type]
     assert ended.value.exit_code == 2 and why in capsys.readouterr().err

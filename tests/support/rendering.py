@@ -10,10 +10,12 @@ from kube import CHART, HELMS
 Objects = dict[tuple[str, str], dict[str, Any]]
 
 
-def helm(*values: str, version: str = "1.34.0", program: str = "", files: tuple[Path, ...] = ()) -> subprocess.CompletedProcess[str]:
+def helm(
+    *values: str, version: str = "1.34.0", program: str = "", files: tuple[Path, ...] = (), more: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     sets = [word for value in values for word in ("--set", value)]
     sets += [word for file in files for word in ("-f", str(file))]
-    command = [program or HELMS[0], "template", "r", str(CHART), "--kube-version", version, *sets]
+    command = [program or HELMS[0], "template", "r", str(CHART), "--kube-version", version, *more, *sets]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
