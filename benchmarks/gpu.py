@@ -1,17 +1,18 @@
-"""The engine on one CUDA device: checked, then timed, as shares of what the device achieved in the same run (sections G1-G9 and G11).
+"""The engine on one CUDA device: checked, then timed, as shares of what the device achieved in the same run (sections G1-G9, G11 and G12).
 
     python benchmarks/gpu.py OUT [--only g2,g3] [--backend auto] [--budget 420] [--cpu-smoke]
 
 Full numbers go to OUT/gpu.json after each section, with the cost table of steps (seconds by batch, context and chunk); a short table is
 printed last. Needs torch, transformers, triton and safetensors, and under eight minutes: a section that fails, or that no time is left
-for, says so, and the others run. A device whose memory cannot hold the shapes of 8 B gets those of 0.6 B, and cells whose KV it cannot hold
-are left out by name. Without a CUDA device it exits with
-status 2; `--cpu-smoke` walks through the same code with toy shapes on the CPU.
+for, says so, and the others run. G12 starts whole clusters, with what scripts/gpu_wheels.py collects. A device whose memory cannot hold the
+shapes of 8 B gets those of 0.6 B, and cells whose KV it cannot hold are left out by name. Without a CUDA device it exits with status 2;
+`--cpu-smoke` walks through the same code with toy shapes on the CPU.
 
 Weights are random, which does not affect speed. Correctness (G1) is measured against `transformers` on the same weights.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -55,6 +56,7 @@ SMOKE = "--cpu-smoke" in sys.argv
 RESERVE = 10 << 30  # bytes for activations, graphs and libraries
 LEAST_TOKENS = 40_000  # of KV, with which a model is worth measuring
 SPARE_BLOCKS = 256
+CLUSTERS_S = 120.0  # how long two clusters may need to start
 COMPILE_S = 90.0  # how long `transformers` may need to compile for one batch size
 SLEEP_CYCLES = 30_000_000  # at 2 GHz 15 ms, longer than the host needs to submit what is timed
 BLOCK = 16
@@ -607,6 +609,22 @@ def g11(machine: Machine, report: Report, left: Callable[[], float]) -> dict[str
     return found
 
 
+def g12(machine: Machine, report: Report, left: Callable[[], float]) -> dict[str, Any]:
+    """Prefill and decode as two processes on this device, KV by CUDA IPC, compared with one process; whole clusters."""
+    import gpu_pair  # alone needs what a server needs
+
+    if machine.cuda and left() < CLUSTERS_S:
+        report.row("G12", "left out: no time")
+        return {}
+    gc.collect()
+    if machine.cuda:
+        torch.cuda.empty_cache()
+    found = gpu_pair.measure(machine.device.type, gpu_pair.WALK if SMOKE else gpu_pair.DEVICE)
+    for what, said in gpu_pair.rows(found):
+        report.row(what, said)
+    return found
+
+
 def ours_generate(runner: GpuRunner, ids: Tensor, output: int) -> None:
     batch, prompt = ids.shape
     engine = OverlapEngine(runner, Limits(batch, max(2048, batch)), prompt + output + 1, prefix_caching=False)
@@ -792,6 +810,7 @@ def main() -> int:
         big.clear()
     run.section("g9", lambda: g9(machine, report))
     run.section("g11", lambda: g11(machine, report, run.left))
+    run.section("g12", lambda: g12(machine, report, run.left))
     run.write()
     show(report)
     if SMOKE:

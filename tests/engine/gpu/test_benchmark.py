@@ -25,10 +25,14 @@ def test_every_section_of_the_benchmark_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert list(found["sections"]) == ["ceilings", "g1", "load", "profile", *(f"g{i}" for i in (2, 3, 4, 5, 6, 7, 8, 9, 11))]
+    assert list(found["sections"]) == ["ceilings", "g1", "load", "profile", *(f"g{i}" for i in (2, 3, 4, 5, 6, 7, 8, 9, 11, 12))]
     assert all(ratio < 1.5 for cell in found["sections"]["g1"].values() for ratio in cell["error over transformers'"])
     assert all(cell["same"] for cell in found["sections"]["g7"].values())
     assert all(cell["as plain torch"] == 1 for cell in found["sections"]["g9"].values())
+    pair = found["sections"]["g12"]
+    assert pair["way"] == "tcp" and all(cell["same tokens"] and cell["same logprobs"] for cell in pair["prompts"].values())
+    assert all(cell["handoff"]["digests_checked"] == cell["handoff"]["blocks"] > 0 for cell in pair["prompts"].values())
+    assert {who: gaps["prompts"] > 0 for who, gaps in pair["beside prompts"].items()} == {"two processes": True, "one": True}
     assert found["costs"] and all(cost["seconds"] > 0 for cost in found["costs"])
     assert (tmp_path / "decode.txt").read_text()
 
@@ -66,6 +70,34 @@ def test_what_is_measured_follows_the_memory_found(gib: int, small: bool, batche
     weights = 2 * sum(int(math.prod(shape)) for shape in shapes)
     for batch, context in (*sizes.batches, *((1, n) for n in (*sizes.contexts, *sizes.prefills)), *((2, n) for n in sizes.handoffs)):
         assert weights + batch * context * gpu.token_bytes(sizes.model, 2) + gpu.RESERVE <= gib * 2**30
+
+
+def test_two_processes_get_a_model_that_the_device_holds_twice() -> None:
+    import gpu_pair
+    from shapes import LLAMA_8B, QWEN3_06B
+
+    for gib, raw in ((139, LLAMA_8B), (78, LLAMA_8B), (24, QWEN3_06B)):
+        assert gpu_pair.fitting(gpu_pair.DEVICE, gib * 2**30, 64 * 2**30) is raw
+    assert gpu_pair.fitting(gpu_pair.DEVICE, 139 * 2**30, 20 * 2**30) is QWEN3_06B, "the disk holds no larger one"
+    with pytest.raises(MemoryError, match=r"14\.0 GiB of device memory"):
+        gpu_pair.fitting(gpu_pair.DEVICE, 14 * 2**30, 64 * 2**30)
+
+
+def test_tokens_that_differ_and_kv_that_went_another_way_are_said() -> None:
+    from gpu_pair import Answer, wrong
+
+    moved = {"transport": "cuda_ipc", "blocks": 3, "digests_checked": 3, "failure": ""}
+    none = {"transport": "", "blocks": 0, "digests_checked": 0, "failure": ""}
+
+    def answer(handoff: dict[str, object], *tokens: int) -> Answer:
+        return Answer(tokens, (), handoff, 0.0, ())
+
+    assert not wrong([answer(moved, 1, 2)], [answer(none, 1, 2)], "cuda_ipc")
+    assert wrong([answer(moved, 1, 2)], [answer(none, 1, 3)], "cuda_ipc") == ["tokens differ from number 1 on"]
+    for other in ({"transport": "tcp"}, {"digests_checked": 2}, {"failure": "lost"}, {"blocks": 0, "digests_checked": 0}):
+        [said] = wrong([answer({**moved, **other}, 1, 2)], [answer(none, 1, 2)], "cuda_ipc")
+        assert said.startswith("KV was not handed over by cuda_ipc")
+    assert wrong([answer(moved, 1)], [answer(moved, 1)], "cuda_ipc") == ["the one process handed KV over"]
 
 
 def test_too_little_memory_is_said() -> None:
