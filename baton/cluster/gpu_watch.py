@@ -1,4 +1,4 @@
-"""What a worker's GPUs do, for its metrics: memory, use, power, errors, every few seconds.
+"""What a worker's GPUs do, for its metrics and its record: memory, use, power, errors, every few seconds.
 
 A driver can hang for minutes, so only a thread of its own asks it. A scrape takes what was last told; `age` says how old that is.
 """
@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from baton.cluster.gpus import Device, NoNvml, find, known, session, visible
+from baton.cluster.records import GpuRecord
 
 PERIOD_S = 5.0
+STALE_S = 30.0  # after so long without an answer of the driver, a record says nothing
 ECC = ("corrected", "uncorrected")  # in the order of NVML's nvmlMemoryErrorType_t
 SINCE_THE_DRIVER_LOADED = 0  # NVML_VOLATILE_ECC
 OPEN: tuple[str, ...] = ()  # see `baton.cluster.metrics`
@@ -39,6 +41,7 @@ class Sample:
     """None: it is not told."""
 
     gpu: str
+    name: str = ""
     memory: Mapping[tuple[str, ...], int] = field(default_factory=dict)  # state → bytes
     busy: float | None = None
     watts: float | None = None
@@ -82,6 +85,13 @@ class GpuWatch:
         samples = self._told[1] if self._told else ()
         return {(sample.gpu, *key): value for sample in samples for key, value in fact.of(sample).items() if value is not None}
 
+    def records(self) -> tuple[GpuRecord, ...]:
+        """Empty before the first sample, where there is no GPU, and while the driver does not answer."""
+        told = self._told
+        if told is None or time.monotonic() - told[0] > STALE_S:
+            return ()
+        return tuple(map(recorded, told[1]))
+
     def age(self) -> Values:
         """Seconds since the driver last answered."""
         return {(): time.monotonic() - self._told[0]} if self._told else {}
@@ -111,6 +121,7 @@ def sample(nvml: Any, device: Device) -> Sample:
     draws = known(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
     return Sample(
         device.token if device.part else str(device.gpu),
+        device.kind,
         {("used",): memory.used, ("free",): memory.total - memory.used} if memory else {},
         use and use.gpu / 100,
         draws and draws / 1000,
@@ -119,3 +130,9 @@ def sample(nvml: Any, device: Device) -> Sample:
             for number, kind in enumerate(ECC)
         },
     )
+
+
+def recorded(sample: Sample) -> GpuRecord:
+    used, free = (sample.memory.get((state,), 0) for state in ("used", "free"))
+    corrected, uncorrected = (sample.errors.get((kind,)) for kind in ECC)
+    return GpuRecord(sample.gpu, sample.name, used, used + free, sample.busy, sample.watts, corrected, uncorrected)

@@ -36,6 +36,20 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuRecord:
+    """What a GPU of a worker does, all processes on it together. None, and a memory of 0: it is not told."""
+
+    gpu: str  # its number, or of a slice the UUID
+    name: str = ""
+    memory_used: Count = 0  # bytes
+    memory_total: Count = 0
+    busy: float | None = None  # share of the last moments in which some kernel ran
+    watts: float | None = None
+    ecc_corrected: Count | None = None  # errors of its memory since the driver was loaded
+    ecc_uncorrected: Count | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerRecord:
     """A worker that has joined. It expires unless refreshed."""
 
@@ -58,6 +72,7 @@ class WorkerRecord:
     roles: tuple[RoleName, ...] = ()  # what it serves at this moment; empty: `role`
     max_num_seqs: Count = 0  # sequences in one step of its engine; 0: unknown
     eos_token_ids: tuple[Count, ...] = ()  # tokens with which its engine ends an output; empty: unknown, or there are none
+    gpus: tuple[GpuRecord, ...] = ()  # those that it uses; empty: none, or nobody can ask them
     lends: bool = True  # whether peers can borrow blocks that it caches; true also if unknown, for the worker itself can refuse
 
     def serves(self, role: RoleName) -> bool:

@@ -107,6 +107,7 @@ class Host:
         self._closers = AsyncExitStack()  # all of them run, in reverse order, even if one fails
         self._closers.push_async_callback(self._registry.close)
         self._closers.push_async_callback(asyncio.to_thread, self.tracer.close)
+        self._gpus = GpuWatch()
         self._stall = Stall(HUNG_S)
         self._held = 0  # leases, as of the last look: without a new look the load stays equal, so readers see that it is not news
         self.tasks = Tasks(stop.fail)
@@ -119,9 +120,9 @@ class Host:
             self._closers.push_async_callback(health.close)
             await health.start(port)
         if self.config.telemetry.metrics and self.config.engine.device != "cpu":
-            self._meter.watch(watch := GpuWatch())
-            self._closers.callback(watch.stop)
-            watch.start()
+            self._meter.watch(self._gpus)
+            self._closers.callback(self._gpus.stop)
+            self._gpus.start()
         self._starting = starting = Starting(self.name, self.role, self.incarnation, self._registry, self.config.redis.heartbeat_s)
         self.tasks.start(starting.run(), "starting")
         self._closers.push_async_callback(starting.leave)
@@ -258,6 +259,7 @@ class Host:
             roles=self.mounts.serving,
             max_num_seqs=traits.max_num_seqs,
             eos_token_ids=tuple(sorted(traits.eos_token_ids)),
+            gpus=self._gpus.records(),
             lends=traits.lends,
         )
 

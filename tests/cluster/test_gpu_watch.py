@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from fake_nvml import GIB, FakeGpu, FakeNvml, FakeSlice, NVMLError
 
+from baton.cluster import gpu_watch
 from baton.cluster.gpu_watch import AGE, FACTS, GpuWatch
 from baton.cluster.metrics import Book
+from baton.cluster.records import GpuRecord
 from baton.worker.meter import Meter
 
 WITHIN_S = 60.0
@@ -103,11 +105,22 @@ def test_what_a_device_does_not_tell_is_not_there(watched: Make) -> None:
     assert "baton_gpu_busy_ratio" not in told and told["baton_gpu_memory_bytes"][("MIG-x", "free")] == 20 * GIB
 
 
+def test_a_workers_record_has_them_until_the_driver_is_silent(watched: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, watch = watched(Nvml([FakeGpu("GPU-a", used=3 * GIB), FakeGpu("GPU-b", mig=True, slices=[FakeSlice("MIG-x")])]))
+    until(watch.age)
+    assert watch.records() == (
+        GpuRecord("0", "NVIDIA H100 80GB HBM3", 3 * GIB, 80 * GIB, 0.0, 350.5, 7, 2),
+        GpuRecord("MIG-x", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", 0, 20 * GIB, None, 350.5, 7, 2),
+    )
+    monkeypatch.setattr(gpu_watch, "STALE_S", -1.0)
+    assert watch.records() == ()
+
+
 @pytest.mark.parametrize("nvml", [Nvml([]), Nvml(fails=9)], ids=["no GPU", "no driver"])
 def test_without_a_gpu_there_is_no_metric(watched: Make, nvml: FakeNvml) -> None:
-    book, _ = watched(nvml)
+    book, watch = watched(nvml)
     until(lambda: not any(thread.name == "gpu watch" for thread in threading.enumerate()))
-    assert scrape(book) == {}
+    assert scrape(book) == {} and watch.records() == ()
 
 
 def test_a_driver_that_hangs_holds_up_no_scrape_and_the_last_numbers_grow_old(watched: Make) -> None:

@@ -22,7 +22,7 @@ from baton.cluster.handoff import Handoff
 from baton.cluster.joining import Joining
 from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
-from baton.cluster.records import Load, Pools, RouterRecord, StartRecord, WorkerRecord
+from baton.cluster.records import GpuRecord, Load, Pools, RouterRecord, StartRecord, WorkerRecord
 from baton.cluster.rpc import Server, channel, to_error
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.sampling import SamplingParams
@@ -274,7 +274,7 @@ async def test_status_reports_workers_that_answer_and_workers_that_do_not(house:
     workers = {worker["name"]: worker for worker in told["workers"]}
     assert house[0].says is not None
     held = {"idle": False, "leases": 2, "quarantined_blocks": 3, "blocks_in_use": 4}
-    assert workers["d0"] == {**asdict(house[0].says), "roles": [], "eos_token_ids": [256], **held}
+    assert workers["d0"] == {**asdict(house[0].says), "roles": [], "gpus": [], "eos_token_ids": [256], **held}
     lost = workers["p0"]
     assert lost["state"] == "unreachable" and "WORKER_LOST" in lost["error"] and lost["kv_blocks"] == 1000 and "idle" not in lost
 
@@ -354,10 +354,11 @@ async def test_an_answer_that_is_not_a_record_is_refused(house: tuple[House, Any
 
 def test_a_record_and_its_message_have_the_same_fields() -> None:
     """A field that only one of them has would be lost in transit, or refused."""
-    facts = record("d0", load=BUSY)
+    gpus = (GpuRecord("0", "H200", 1, 2, 0.5, 400.0, 0, 3), GpuRecord("1"))
+    facts = record("d0", load=BUSY, gpus=gpus)
     message = pb.WorkerRecord(**asdict(facts))
     assert (
-        plain(message) == {**asdict(facts), "roles": list(facts.roles), "eos_token_ids": [256]}
+        plain(message) == {**asdict(facts), "roles": list(facts.roles), "gpus": [asdict(gpu) for gpu in gpus], "eos_token_ids": [256]}
         and WorkerRecord.from_mapping(plain(message)) == facts
     )
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
-from baton.cluster.records import Load, Pools, RouterRecord
+from baton.cluster.records import GpuRecord, Load, Pools, RouterRecord, WorkerRecord
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.sampling import SamplingParams
 from baton.simulate.memory_registry import MemoryRegistry
@@ -93,6 +93,17 @@ async def test_workers_are_sorted_and_have_the_loads_they_last_reported() -> Non
     told = (await house.look())["workers"]
     assert [worker["name"] for worker in told] == ["p0", "p1", "d0"]
     assert told[2]["role"] == "decode" and told[2]["blocks_in_use"] == 600 and told[2]["kv_blocks"] == 1000 and told[2]["running"] == 2
+
+
+async def test_a_workers_gpus_are_those_of_its_record_and_what_is_not_told_stays_so() -> None:
+    """The look itself is checked against the message: the page and the terminal see the same."""
+    house, whole = House(), GpuRecord("0", "NVIDIA H200", 61 << 30, 139 << 30, 0.87, 512.5, 7, 2)
+    written = WorkerRecord.from_json(record("d0", gpus=(whole, GpuRecord("MIG-1"))).to_json())
+    house.view.update([written, record("p0")], house.now)
+    prefill, decode = (await house.look())["workers"]
+    assert prefill["gpus"] == []
+    assert decode["gpus"] == [asdict(whole), asdict(GpuRecord("MIG-1"))]
+    assert decode["gpus"][1]["watts"] is decode["gpus"][1]["busy"] is decode["gpus"][1]["ecc_corrected"] is None
 
 
 async def test_a_worker_that_dies_is_unreachable_then_gone_then_forgotten() -> None:

@@ -128,6 +128,40 @@ def test_the_page_shows_the_pools(page: Page, live: Cluster) -> None:
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
 
 
+def test_a_workers_gpus_are_shown_as_far_as_they_are_told(page: Page, live: Cluster) -> None:
+    """No GPU is here: the router's answer is given some."""
+    none = {"name": "", "memory_used": 0, "memory_total": 0, "busy": None, "watts": None, "ecc_corrected": None, "ecc_uncorrected": None}
+    sick = {"memory_used": 61 << 30, "memory_total": 139 << 30, "busy": 0.874, "watts": 512.5, "ecc_corrected": 7, "ecc_uncorrected": 2}
+    planted = {
+        "prefill-0": [{**none, **sick, "gpu": "0", "name": "NVIDIA H200"}, {**none, "gpu": "1", "watts": 80.0, "ecc_corrected": 0}],
+        "decode-0": [{**none, "gpu": "MIG-4f3e", "name": "NVIDIA H200 MIG 3g.71gb", "memory_used": 1 << 30, "memory_total": 4 << 30}],
+    }
+
+    def plant(route: Any) -> None:
+        told = route.fetch().json()
+        for worker in told["workers"]:
+            assert worker["gpus"] == [], "there is none here"
+            worker["gpus"] = planted.get(worker["name"], [])
+        route.fulfill(json=told)
+
+    page.route("**/live", plant)
+    lines = card(page, "prefill-0").locator(".gpu")
+    expect(lines).to_have_text(
+        ["GPU 0 61.0 GiB of 139.0 GiB · 87 % busy · 513 W · memory errors: 7 corrected, 2 uncorrected", "GPU 1 80 W · memory errors: none"],
+        timeout=SLOW,
+    )
+    expect(lines.locator(".bad")).to_have_text("memory errors: 7 corrected, 2 uncorrected")
+    assert lines.first.get_attribute("title") == "NVIDIA H200"
+    shares = "bars => bars.map(bar => bar.getBoundingClientRect().width / bar.parentElement.getBoundingClientRect().width)"
+    assert lines.locator(".blocks i").evaluate_all(shares) == pytest.approx([61 / 139], abs=0.01)
+    expect(card(page, "decode-0").locator(".gpu")).to_have_text("GPU slice 1.0 GiB of 4.0 GiB")
+    expect(card(page, "decode-1").locator(".gpu")).to_have_count(0)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
+    picture(page, "gpus")
+    page.set_viewport_size({"width": 420, "height": 900})
+    picture(page, "gpus-narrow")
+
+
 def test_the_playground_streams_an_answer_and_shows_its_stages(page: Page) -> None:
     page.fill("#max_tokens", "200")
     page.fill("#temperature", "0")

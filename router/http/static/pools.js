@@ -1,5 +1,5 @@
 // The pools: a card for each worker with the requests that are there, and the ways of the requests between them.
-import { $, count, draw, kind, make, percent } from "./show.js";
+import { $, bytes, count, draw, kind, make, percent } from "./show.js";
 
 const LOST = new Set(["unreachable", "gone"]);
 const BAD = new Set([...LOST, "unfit", "hung", "ejected"]);
@@ -30,7 +30,7 @@ function card(worker) {
   if (!element) {
     element = make("div", { class: "card", "data-worker": worker.name },
       make("div", { class: "head" }, make("b", {}, worker.name), make("span", { class: "state" })),
-      make("div", { class: "blocks" }, make("i")), make("div", { class: "detail" }), make("div", { class: "here" }));
+      make("div", { class: "blocks" }, make("i")), make("div", { class: "detail" }), make("div", { class: "gpus" }), make("div", { class: "here" }));
     pool.append(element);
   }
   element.className = `card ${worker.state}`;
@@ -38,6 +38,7 @@ function card(worker) {
   const used = BAD.has(worker.state) ? 0 : worker.blocks_in_use / (worker.kv_blocks || 1);
   element.querySelector(".blocks i").style.width = `${100 * used}%`;
   element.querySelector(".detail").textContent = detail(worker, used);
+  element.querySelector(".gpus").replaceChildren(...(LOST.has(worker.state) ? [] : worker.gpus.map(gpu)));
   element.querySelector(".here").replaceChildren(...dots(worker.requests, "here"));
   return element;
 }
@@ -63,6 +64,21 @@ function detail(worker, used) {
   if (worker.leases) more.push(count(worker.leases, "lease"));
   if (worker.waiting) more.push(`${worker.waiting} wait in its engine`);
   return more.join(" · ");
+}
+
+// A GPU of a worker: what its driver tells.
+function gpu(one) {
+  const told = [];
+  if (one.memory_total) told.push(`${bytes(one.memory_used)} of ${bytes(one.memory_total)}`);
+  if (one.busy !== null) told.push(`${percent(one.busy)} busy`);
+  if (one.watts !== null) told.push(`${one.watts.toFixed(0)} W`);
+  const errors = [[one.ecc_corrected, "corrected"], [one.ecc_uncorrected, "uncorrected"]].filter(([number]) => number !== null);
+  const text = errors.some(([number]) => number) ? errors.map(([number, kind]) => `${number} ${kind}`).join(", ") : "none";
+  if (errors.length) told.push(make("span", { class: one.ecc_uncorrected ? "bad" : "" }, `memory errors: ${text}`));
+  const words = told.flatMap((part, i) => [i ? " · " : " ", part]);
+  const element = make("div", { class: "gpu", title: one.name }, make("b", {}, /^\d+$/.test(one.gpu) ? `GPU ${one.gpu}` : "GPU slice"), ...words);
+  if (one.memory_total) element.append(make("div", { class: "blocks" }, make("i", { style: { width: `${(100 * one.memory_used) / one.memory_total}%` } })));
+  return element;
 }
 
 // As many dots as the number beside them says.
