@@ -431,6 +431,20 @@ async def test_gpus_are_distributed_and_reused_after_a_drain(launch: Launch, tem
     assert (await born(tmp_path, "decode-0"))["env"]["CUDA_VISIBLE_DEVICES"] == given["prefill-1"]
 
 
+async def test_a_gpu_is_shared_by_those_that_ask_for_a_part_of_one(launch: Launch, template: Any, tmp_path: Path) -> None:
+    launcher = await launch()
+    await launcher.add(template(role="prefill", gpus=0.5), 2)
+    await launcher.add(template(gpus=1.0), 1)
+    given = {name: (await born(tmp_path, name))["env"]["CUDA_VISIBLE_DEVICES"] for name in ("prefill-0", "prefill-1", "decode-0")}
+    assert given["prefill-0"] == given["prefill-1"] and {given["prefill-0"], given["decode-0"]} == {"0", "1"}
+
+
+async def test_a_process_of_several_ranks_gets_as_many_gpus(launch: Launch, template: Any, tmp_path: Path) -> None:
+    launcher = await launch()
+    await launcher.add(template(gpus=2.0), 1)
+    assert sorted((await born(tmp_path, "decode-0"))["env"]["CUDA_VISIBLE_DEVICES"].split(",")) == ["0", "1"]
+
+
 async def test_processes_without_room_are_refused_and_none_starts(launch: Launch, template: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = await launch()
 
@@ -442,6 +456,9 @@ async def test_processes_without_room_are_refused_and_none_starts(launch: Launch
 
     await refused(launcher.add(template(role="prefill", gpus=1.0), 3), r"prefill: no room for 3 processes of .*1 GPUs each")
     assert await launcher.processes() == []
+    await launcher.add(template(role="prefill", gpus=1.0), 2)
+    await refused(launcher.add(template(gpus=0.5), 1), r"decode: no room for 1 processes of .*0\.5 GPUs each")
+    assert {state.role for state in await launcher.processes()} == {"prefill"}
 
 
 # Local
@@ -610,6 +627,25 @@ async def test_a_ray_cluster_that_the_launcher_started_ends_with_stop(tmp_path: 
         await gone(*family)
     finally:
         program.kill()
+
+
+async def test_a_ray_cluster_that_the_launcher_starts_hands_out_the_gpus_that_were_settled_on(
+    template: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their own names: numbers would mean others, where CUDA_VISIBLE_DEVICES or a full GPU has left some out."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    names = ("GPU-5a5a", "GPU-7b7b")
+    launcher = RayLauncher(
+        None, RULE, ray_num_cpus=4, gpus=Gpus(tuple(Device(name, at, "H100", 80 << 30, 0) for at, name in enumerate(names)))
+    )
+    await launcher.start()
+    try:
+        assert await launcher.gpus() == 2.0
+        await launcher.add(template(gpus=1.0), 2)
+        given = [(await born(tmp_path, f"decode-{number}"))["env"]["CUDA_VISIBLE_DEVICES"] for number in range(2)]
+        assert sorted(given) == [*names]
+    finally:
+        await launcher.stop()
 
 
 def test_a_driver_takes_its_time_after_a_sigterm(tmp_path: Path, ray_address: str) -> None:
