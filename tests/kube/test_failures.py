@@ -120,6 +120,15 @@ def test_workers_land_where_the_gpus_are_and_an_update_needs_no_spare_one(space:
         assert len(space.ready("decode")) == 1
 
 
+def test_a_worker_gets_its_gpu_by_itself_and_says_what_is_missing_of_it(space: Release) -> None:
+    """Two GPUs for the two workers; a router asks for none. No device is there, and this image has no torch for one."""
+    node = last_node(space.kube)
+    with devices(space.kube, node, GPU, 2), installed(space, "--set", "config.engine.device=cuda"):
+        told(space, "decode", f"{GPU}:  1", "engine.device cuda: ", "set engine.device to cpu")
+        assert {pod["spec"]["nodeName"] for role in ("prefill", "decode") for pod in space.pods(role)} == {node}
+        space.whole(router=1)
+
+
 def test_kv_by_tcp_where_rdma_was_asked_for_fails_the_test_of_the_release(space: Release) -> None:
     """The pods get what calls itself an adapter, and nothing opens."""
     profile = {"rdma": {"resources": {"requests": {"cpu": "50m", "memory": "256Mi", "rdma/hca": 1}, "limits": {"rdma/hca": 1}}}}

@@ -1,5 +1,6 @@
-"""`baton loadtest compare --kubernetes`: a release between topologies, and the sizes that it has afterwards."""
+"""`baton loadtest compare --kubernetes`: a release between topologies, from outside and in a Job, and the sizes that it has afterwards."""
 
+import json
 import os
 import signal
 import subprocess
@@ -86,3 +87,44 @@ def test_pools_of_unlike_pods_are_refused(kube: Kube, release: Release, tmp_path
         assert done.returncode == 1 and "prefill and decode pods differ in resources" in said
     finally:
         other.helm("uninstall", "unlike", "--wait")
+
+
+def in_a_job(*arguments: str) -> tuple[str, ...]:
+    """`--set-json` alone leaves commas as they are."""
+    return ("--set", "loadtest.enabled=true,loadtest.keepSeconds=600", "--set-json", f"loadtest.args={json.dumps([*LOAD, *arguments])}")
+
+
+def log(release: Release) -> str:
+    told = release.kube.kubectl("-n", release.namespace, "logs", "-l", "app.kubernetes.io/component=loadtest", "--tail=-1", check=False)
+    assert "Traceback" not in told, told
+    return told
+
+
+def test_a_job_in_the_cluster_compares_its_own_release(kube: Kube, tmp_path: Path) -> None:
+    """Under the chart's network policies, with the rights of its own account; its report can be copied. Deleted in the midst of a run, it
+    gives the pools their sizes back."""
+    with namespace(kube, "baton-compare-inside") as space:
+        release = Release(kube, "r", space)
+        try:
+            release.install(*SET, *in_a_job(*SHORT))
+            account = f"--as=system:serviceaccount:{space}:r-baton-loadtest"
+            for allowed, right in (("yes", "patch deployments/r-baton-decode"), ("no", "patch deployments"), ("no", "get secrets")):
+                verb, what = right.split()
+                subresource = ("--subresource=scale",) if "/" in what else ()
+                assert kube.kubectl("-n", space, "auth", "can-i", verb, what, *subresource, account, check=False).split()[0] == allowed, (
+                    right
+                )
+            kube.wait(lambda: f"-n {space} cp " in log(release), 600)
+            [pod] = [each["metadata"]["name"] for each in release.pods("loadtest")]
+            kube.kubectl("-n", space, "cp", f"{pod}:/report", str(tmp_path / "report"))
+            campaign = Campaign.load(tmp_path / "report")
+            assert not campaign.partial and {probe.arm for probe in campaign.probes} == {"colocated", "disaggregated"}, campaign.partial
+            assert all(campaign.summary(probe).completed == campaign.summary(probe).requests > 5 for probe in campaign.probes)
+            assert sizes(release) == (1, 1)
+            release.install(*SET, *in_a_job("--arms", "colocated", "--seeds", "1,2,3", "--duration", "120"), verb="upgrade")
+            kube.wait(lambda: sizes(release) == (0, 2), 240)
+            kube.kubectl("-n", space, "delete", "job", "-l", "app.kubernetes.io/component=loadtest", "--timeout=200s", timeout=240)
+            kube.wait(lambda: sizes(release) == (1, 1), 60)
+            release.whole(prefill=1, decode=1)
+        finally:
+            release.helm("uninstall", "r", "--wait")
