@@ -132,7 +132,8 @@ def lacking(devices: Sequence[Device], demands: Sequence[Demand], full: str = ""
     pools = ", ".join(f"{demand.role}: {demand.replicas} x {demand.gpus:g}" for demand in demands)
     asked = sum(demand.replicas * demand.gpus for demand in demands)
     there = ", ".join(map(str, devices)) or "none"
-    said = f"{workers} workers need {asked:g} GPUs ({pools}), and {len(devices)} can be used here ({there})"
+    who = "1 worker needs" if workers == 1 else f"{workers} workers need"
+    said = f"{who} {asked:g} GPUs ({pools}), and {len(devices)} can be used here ({there})"
     less = math.ceil(asked - len(devices) - ROUNDING)
     if full:
         said += f"; {full}"
