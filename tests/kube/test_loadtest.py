@@ -2,11 +2,13 @@
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -101,12 +103,17 @@ def log(release: Release) -> str:
 
 
 def test_a_job_in_the_cluster_compares_its_own_release(kube: Kube, tmp_path: Path) -> None:
-    """Under the chart's network policies, with the rights of its own account; its report can be copied. Deleted in the midst of a run, it
-    gives the pools their sizes back."""
+    """Where the policies let only named clients in and every door asks for a key, with the rights of its own account; its report can be
+    copied. Deleted in the midst of a run, it gives the pools their sizes back."""
+    key = secrets.token_hex(16)
+    closed = ("--set", "security.apiKeysSecret=keys,networkPolicy.clients[0].podSelector.matchLabels.app=nobody")
     with namespace(kube, "baton-compare-inside") as space:
+        given = {"keys": f"own {sha256(key.encode()).hexdigest()} admin=yes\n", "test-key": key}
+        literals = [f"--from-literal={name}={value}" for name, value in given.items()]
+        kube.kubectl("-n", space, "create", "secret", "generic", "keys", *literals)
         release = Release(kube, "r", space)
         try:
-            release.install(*SET, *in_a_job(*SHORT))
+            release.install(*SET, *closed, *in_a_job(*SHORT))
             account = f"--as=system:serviceaccount:{space}:r-baton-loadtest"
             for allowed, right in (("yes", "patch deployments/r-baton-decode"), ("no", "patch deployments"), ("no", "get secrets")):
                 verb, what = right.split()
@@ -121,7 +128,7 @@ def test_a_job_in_the_cluster_compares_its_own_release(kube: Kube, tmp_path: Pat
             assert not campaign.partial and {probe.arm for probe in campaign.probes} == {"colocated", "disaggregated"}, campaign.partial
             assert all(campaign.summary(probe).completed == campaign.summary(probe).requests > 5 for probe in campaign.probes)
             assert sizes(release) == (1, 1)
-            release.install(*SET, *in_a_job("--arms", "colocated", "--seeds", "1,2,3", "--duration", "120"), verb="upgrade")
+            release.install(*SET, *closed, *in_a_job("--arms", "colocated", "--seeds", "1,2,3", "--duration", "120"), verb="upgrade")
             kube.wait(lambda: sizes(release) == (0, 2), 240)
             kube.kubectl("-n", space, "delete", "job", "-l", "app.kubernetes.io/component=loadtest", "--timeout=200s", timeout=240)
             kube.wait(lambda: sizes(release) == (1, 1), 60)

@@ -205,7 +205,7 @@ async def test_a_right_or_a_key_that_is_missing_ends_the_wait_for_the_workers(ma
     assert cluster.found == (1, 1)
 
 
-class Refusing(grpc.RpcError):
+class Refusing(grpc.RpcError):  # type: ignore[misc]  # it has no types
     """What a router answers, or nothing."""
 
     def __init__(self, code: grpc.StatusCode) -> None:
