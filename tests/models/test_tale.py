@@ -107,6 +107,13 @@ def test_recall_is_as_good_as_the_card_says(distance: int, model: nn.Module, tok
     assert right >= said["tale"] - 0.25 and abs(measured - distance) < 0.25 * distance + 20
 
 
+def test_tools_are_used_as_well_as_the_card_says(model: nn.Module, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "USES_TRIED", 8)
+    for kind, right in evaluate.tool_use(model, tokenizer).items():
+        assert all(right[of] >= RESULTS["tools"][kind][of] - 0.25 for of in ("calls", "answers")), kind
+    assert all(said["calls"] >= 0.9 for said in RESULTS["tools"].values())
+
+
 def test_a_recall_question_is_as_far_from_its_fact_as_requested(tokenizer: Tokenizer) -> None:
     for distance in evaluate.DISTANCES:
         prompt, answer, gap = evaluate.recall_question(tokenizer, distance, 0)

@@ -1,5 +1,6 @@
 """The generated texts: reproducible from the seed, many different ones, in correct English, and with correct answers."""
 
+import json
 import re
 from collections import Counter
 from itertools import islice
@@ -8,10 +9,14 @@ from random import Random
 import pytest
 from jinja2 import Environment
 
-from baton.models.train import words
+from baton.cli.chat_tools import Toolbox
+from baton.models.train import tool_talk, words
 from baton.models.train.corpus import BOS, CHAT_TEMPLATE, EOS, document, documents, render
 from baton.models.train.dialogues import Message, conversation, distinct_facts, fact, long_document
 from baton.models.train.stories import story
+from router.conversation import Aside, Call, Setting
+from router.conversation import Tool as Offered
+from router.tools import generic
 
 STORIES = [story(Random(f"test {i}"), 1 + i % 4) for i in range(400)]
 SIZES = (40, 150, 350, 1250)
@@ -136,3 +141,53 @@ def test_documents_begin_with_bos_and_end_with_eos() -> None:
         for i in range(40):
             text = document(Random(i), size)
             assert text.startswith(BOS) and text.endswith(EOS) and text.count(BOS) == 1
+
+
+# --- tools ----------------------------------------------------------------------------------------------------------------------------
+
+USES = [(tool, make(Random(f"{make.__name__} {i}"))) for tool, make, _ in tool_talk.USES for i in range(100)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_tools_are_offered_called_and_answered_as_the_router_writes_them(seed: int) -> None:
+    """What a model reads and writes when it serves is what it was trained on."""
+    rng = Random(seed)
+    tools = tool_talk._offered(rng)
+    use = rng.choice([use for tool, use in USES if tool.name in {offered.name for offered in tools}])
+    system = rng.choice(("", "You are Tale."))
+    calls = tuple(Call(f"c{i}", name, json.dumps(arguments)) for i, (name, arguments) in enumerate(use.calls))
+    asides = [Aside(), Aside(calls), *(Aside(call_id=call.id) for call in calls), Aside()]
+    messages = [("user", use.question), ("assistant", ""), *(("tool", result) for result in use.results), ("assistant", use.answer)]
+    if system:
+        messages, asides = [("system", system), *messages], [Aside(), *asides]
+    offered = tuple(Offered(tool.name, tool.description, json.loads(tool.line)["parameters"]) for tool in tools)
+    shown = generic.told(messages, Setting(asides=tuple(asides), tools=offered))
+    trained = [tool_talk.offer(tools, system), *use.messages]
+    assert list(shown) == [(message.role, message.content) for message in trained]
+
+
+def test_the_tools_are_those_of_the_chat_and_the_results_are_right() -> None:
+    box = Toolbox({})
+    definitions = {tool["name"]: (tool["description"], json.loads(tool["parameters"])["properties"]) for tool in box.definitions}
+    for tool in (tool_talk.CALCULATE, tool_talk.TIME, tool_talk.LOOK_UP):
+        assert definitions[tool.name] == (tool.description, {name: {"type": kind} for name, kind in tool.arguments.items()})
+    for zone, _ in tool_talk.ZONES.values():
+        assert not box.run("time", json.dumps({"zone": zone})).startswith("error")
+    for _, use in USES:
+        for (name, arguments), result in zip(use.calls, use.results, strict=True):
+            if name == "calculate":
+                assert box.run(name, json.dumps(arguments)) == result and result in use.answer
+            if name in ("add", "multiply"):
+                x, y = (int(arguments[each]) for each in "xy")
+                assert result == str(x + y if name == "add" else x * y) and result in use.answer
+
+
+def test_a_conversation_with_tools_offers_what_it_calls() -> None:
+    count = 0
+    for i in range(200):
+        messages = tool_talk.conversation(Random(i), 60)
+        offered = re.findall(r'^{"name": "(\w+)"', messages[0].content, re.MULTILINE)
+        called = [name for m in messages if m.role == "assistant" for name in re.findall(r'^{"name": "(\w+)"', m.content, re.MULTILINE)]
+        assert set(called) <= set(offered)
+        count += len(called)
+    assert count > 200

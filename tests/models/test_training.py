@@ -15,12 +15,14 @@ from baton.models.train import training
 from baton.models.train.__main__ import export
 from baton.models.train.batches import OTHERS_WEIGHT, collate, round_batches
 from baton.models.train.corpus import SPECIAL
-from baton.models.train.recipe import CONTEXT, PHASES, TALE, phase
+from baton.models.train.recipe import CONTEXT, RECIPES, TALE, Stage
 from baton.models.train.tokenizer import train_tokenizer
 from baton.models.train.training import Run, new_model, rate, read_run, train
 
 VOCAB = 400
 TINY = replace(TALE, name="tiny", shape=Shape(16, 32, 1, 2, 1, VOCAB, CONTEXT, tied=True))
+STAGE = replace(TALE.stages["texts"], tokens=60_000)
+PHASES = STAGE.phases
 
 
 class Stopped(Exception):
@@ -38,7 +40,7 @@ def save_after_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.models.train.batches.ROUND_WORDS", 800)
 
 
-def run(tokenizer: Tokenizer, folder: Path, stop_at: int | None = None) -> tuple[dict[str, torch.Tensor], Run]:
+def run(tokenizer: Tokenizer, folder: Path, stop_at: int | None = None, stage: Stage = STAGE) -> tuple[dict[str, torch.Tensor], Run]:
     seen: list[Run] = []
 
     def on_round(now: Run) -> None:
@@ -46,8 +48,8 @@ def run(tokenizer: Tokenizer, folder: Path, stop_at: int | None = None) -> tuple
         if now.round == stop_at:
             raise Stopped
 
-    tokens = 60_000
-    model = train(TINY, tokens, tokenizer, folder, "cpu", on_round)
+    model = new_model(TINY)
+    train(model, stage, tokenizer, folder, on_round)
     return {name: p.detach().clone() for name, p in model.named_parameters()}, seen[-1]
 
 
@@ -110,8 +112,19 @@ def test_the_learning_rate_rises_stays_and_falls_to_zero() -> None:
 
 
 def test_the_phases_cover_the_whole_training() -> None:
-    assert [phase(at) for at in (0.0, 0.1, 0.2, 0.4, 0.5, 0.7, 1.1)] == [PHASES[i] for i in (0, 0, 1, 2, 2, 3, 3)]
-    assert all(sum(share for _, share in part.sizes) == pytest.approx(1.0) for part in PHASES)
+    assert [STAGE.phase(at) for at in (0.0, 0.1, 0.2, 0.4, 0.5, 0.7, 1.1)] == [PHASES[i] for i in (0, 0, 1, 2, 2, 3, 3)]
+    stages = [stage for recipe in RECIPES.values() for stage in recipe.stages.values()]
+    assert all(sum(share for _, share in part.sizes) == pytest.approx(1.0) for stage in stages for part in stage.phases)
+
+
+def test_a_share_of_the_documents_offers_tools(tokenizer: Tokenizer) -> None:
+    def offers(tools: float) -> list[bool]:
+        batches = list(round_batches(tokenizer, 0, replace(PHASES[1], tools=tools)))
+        texts = tokenizer.decode_batch([row.tolist() for batch in batches for row in batch.ids], skip_special_tokens=False)
+        return ["You can call these tools:" in text for text in texts]
+
+    assert not any(offers(0.0)) and all(offers(1.0))
+    assert 0.2 < sum(half := offers(0.5)) / len(half) < 0.8
 
 
 def test_an_exported_model_is_a_valid_checkpoint(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -234,6 +234,16 @@ def test_the_playground_shows_thinking_runs_calls_and_sends_their_results_back(p
     assert [message.get("tool_call_id") for message in bodies[1]["messages"][2:]] == ["c1", "c2"]
 
 
+def test_the_model_that_ships_computes_a_sum_with_the_playgrounds_calculator(page: Page) -> None:
+    page.fill("#prompt", "What is 238 plus 467?")
+    page.fill("#temperature", "0")
+    page.check("#tools")
+    page.click("#send")
+    expect(page.locator("#answer .call")).to_have_text('calculate {"expression": "238 + 467"} → 705', timeout=SLOW)
+    expect(page.locator("#answer")).to_contain_text("238 plus 467 is 705.", timeout=SLOW)
+    picture(page, "playground-tools")
+
+
 def ask_at_once(live: Cluster, name: str, max_tokens: int, timeout_ms: int = 60_000) -> int:
     """Returns the HTTP status of the answer."""
     body = {"model": "tale", "prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True}

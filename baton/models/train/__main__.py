@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,9 +13,9 @@ from torch import nn
 
 from baton.models.folder import write, write_sums
 from baton.models.train import card
-from baton.models.train.recipe import DRAFT, RECIPES, SEED, TALE, TOKENIZER_DOCUMENTS, VOCAB, Recipe
+from baton.models.train.recipe import DRAFT, RECIPES, SEED, TALE, TOKENIZER_DOCUMENTS, VOCAB, Recipe, Stage
 from baton.models.train.tokenizer import train_tokenizer
-from baton.models.train.training import Run, read_run, train
+from baton.models.train.training import Run, new_model, read_run, train
 
 HOME = Path(__file__).resolve().parents[1]
 
@@ -24,7 +25,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HOME, help="folder of the checkpoints' folders (default: %(default)s)")
     parser.add_argument("--work", type=Path, default=Path(".baton/train"), help="states of unfinished training runs (default: %(default)s)")
     parser.add_argument("--only", choices=["tokenizer", *RECIPES, "card"], help="one step instead of all")
-    parser.add_argument("--tokens", type=int, help="train on this many tokens instead of the recipe's, for a trial")
+    parser.add_argument("--from-stage", help="begin with this stage, and with the weights in --out, where earlier stages have been")
+    parser.add_argument("--tokens", type=int, help="train each stage on this many tokens instead of the recipe's, for a trial")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -37,15 +39,26 @@ def main() -> None:
     for recipe in RECIPES.values():
         if arguments.only in (None, recipe.name):
             teacher = card.load(arguments.out / recipe.teacher).to(device) if recipe.teacher else None
-            tokens = arguments.tokens or recipe.tokens
-            model = _train(recipe, tokens, tokenizer, arguments.work / recipe.name, device, teacher)
+            begun = arguments.from_stage is None
+            model = new_model(recipe) if begun else card.load(arguments.out / recipe.name)
+            for name, stage in recipe.stages.items():
+                begun = begun or name == arguments.from_stage
+                if begun:
+                    stage = replace(stage, tokens=arguments.tokens or stage.tokens)
+                    _train(model.to(device), f"{recipe.name}, {name}", stage, tokenizer, place(arguments.work, recipe.name, name), teacher)
             export(model.cpu(), recipe, tokenizer, arguments.out / recipe.name)
     if arguments.only in (None, "card"):
-        runs = {name: read_run(arguments.work / name) for name in RECIPES}
+        places = {(one.name, stage): place(arguments.work, one.name, stage) for one in RECIPES.values() for stage in one.stages}
+        runs = {key: read_run(folder) for key, folder in places.items() if folder.exists()}
         card.write(arguments.out / TALE.name, arguments.out / DRAFT.name, runs)
 
 
-def _train(recipe: Recipe, tokens: int, tokenizer: Tokenizer, work: Path, device: str, teacher: nn.Module | None) -> nn.Module:
+def place(work: Path, recipe: str, stage: str) -> Path:
+    """The folder of a stage's state."""
+    return work / recipe / stage
+
+
+def _train(model: nn.Module, title: str, stage: Stage, tokenizer: Tokenizer, work: Path, teacher: nn.Module | None) -> None:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -53,14 +66,14 @@ def _train(recipe: Recipe, tokens: int, tokenizer: Tokenizer, work: Path, device
         TextColumn("loss {task.fields[loss]}"),
     )
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(elapsed_when_finished=True)) as bar:
-        task = bar.add_task(recipe.name, total=tokens, loss="")
+        task = bar.add_task(title, total=stage.tokens, loss="")
 
         def on_round(run: Run) -> None:
             bar.update(task, completed=run.tokens, loss=f"{run.history[-1][1]:.3f}")
             if not bar.console.is_terminal:
-                bar.console.print(f"{recipe.name}: {run.tokens}/{tokens} tokens, loss {run.history[-1][1]:.3f}, {run.seconds:.0f} s")
+                bar.console.print(f"{title}: {run.tokens}/{stage.tokens} tokens, loss {run.history[-1][1]:.3f}, {run.seconds:.0f} s")
 
-        return train(recipe, tokens, tokenizer, work, device, on_round, teacher)
+        train(model, stage, tokenizer, work, on_round, teacher)
 
 
 def export(model: nn.Module, recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from baton.models.train.corpus import SPECIAL, document
+from baton.models.train.corpus import SPECIAL, document, tool_document
 from baton.models.train.recipe import CONTEXT, ROUND_WORDS, SEED, Phase
 
 EOS, USER, ASSISTANT, SYSTEM = (SPECIAL.index(f"<|{name}|>") for name in ("eos", "user", "assistant", "system"))
@@ -30,7 +30,8 @@ def round_batches(tokenizer: Tokenizer, number: int, phase: Phase) -> Iterator[B
     chosen: list[int] = []
     while sum(chosen) < ROUND_WORDS:
         chosen += rng.choices(lengths, weights)
-    texts = [document(Random(f"{SEED}/train/{number}/{i}"), size) for i, size in enumerate(chosen)]
+    makers = [tool_document if rng.random() < phase.tools else document for _ in chosen] if phase.tools else [document] * len(chosen)
+    texts = [make(Random(f"{SEED}/train/{number}/{i}"), size) for i, (make, size) in enumerate(zip(makers, chosen, strict=True))]
     rows = [e.ids[: CONTEXT + 1] for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
     batches: list[list[list[int]]] = [[]]
     for row in sorted(rows, key=len, reverse=True):

@@ -14,7 +14,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers import __version__ as transformers_version
 
-from baton.models.train import evaluate
+from baton.models.train import evaluate, tool_talk
+from baton.models.train.corpus import render
+from baton.models.train.dialogues import Message
 from baton.models.train.recipe import CONTEXT, RECIPES, SEED, VOCAB
 from baton.models.train.training import Run
 
@@ -27,11 +29,16 @@ PROMPTS = (
     "<|bos|>Willa was a curious rabbit who lived near the garden.",
     "<|bos|>Once upon a time there was a brave dragon named Zorbel.",
     evaluate.ask("Tell me a story about a hedgehog named Pim and an owl."),
+    render([tool_talk.offer((tool_talk.CALCULATE, tool_talk.TIME)), Message("user", "What is 238 plus 467?")], reply=True),
 )
 
 
-def write(folder: Path, draft_folder: Path, runs: dict[str, Run]) -> None:
-    """Writes `results.json`, `loss.png`, `recall.png`, `samples.md` and `README.md` to `folder`, a short README.md to `draft_folder`."""
+Runs = dict[tuple[str, str], Run]  # (model, stage) → its training
+
+
+def write(folder: Path, draft_folder: Path, runs: Runs) -> None:
+    """Writes `results.json`, `loss.png`, `loss-tools.png`, `recall.png`, `samples.md` and `README.md` to `folder`, a short README.md to
+    `draft_folder`. A stage that is not in `runs` keeps its picture and its record."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model, draft = load(folder), load(draft_folder)
     models = {folder.name: model, draft_folder.name: draft}
@@ -50,7 +57,8 @@ def write(folder: Path, draft_folder: Path, runs: dict[str, Run]) -> None:
         "agreement": agreement,
         "sums": {name: evaluate.sums(m, tokenizer) for name, m in models.items()},
         "recall": recalls,
-        "training": {n: {"tokens": r.tokens, "seconds": r.seconds, "rounds": r.round} for n, r in runs.items()},
+        "tools": evaluate.tool_use(model, tokenizer),
+        "training": _records(folder / "results.json", runs),
         "parameters": {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()},
         "machine": {
             "processor": _processor(),
@@ -61,7 +69,9 @@ def write(folder: Path, draft_folder: Path, runs: dict[str, Run]) -> None:
         "seed": SEED,
     }
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    draw_losses(runs, folder / "loss.png")
+    for stage, picture in (("texts", "loss.png"), ("tools", "loss-tools.png")):
+        if drawn := {name: run for (name, of), run in runs.items() if of == stage}:
+            draw_losses(drawn, folder / picture)
     draw_recall(recalls, folder / "recall.png")
     print("samples")
     samples = [
@@ -79,6 +89,7 @@ def write(folder: Path, draft_folder: Path, runs: dict[str, Run]) -> None:
         "vocab": VOCAB,
         "context": CONTEXT,
         "trials": evaluate.RECALL_TRIALS,
+        "tried": evaluate.USES_TRIED,
         "trained": partial(_trained, results),
     }
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, keep_trailing_newline=True)
@@ -138,7 +149,16 @@ def _samples(samples: list[tuple[str, float, str]]) -> str:
     return "\n".join(parts)
 
 
+def _records(file: Path, runs: Runs) -> dict[str, dict[str, Any]]:
+    """Model → stage → what its training took."""
+    told: dict[str, dict[str, Any]] = json.loads(file.read_text())["training"] if file.exists() else {}
+    for (name, stage), run in runs.items():
+        told.setdefault(name, {})[stage] = {"tokens": run.tokens, "seconds": run.seconds, "rounds": run.round}
+    return told
+
+
 def _trained(results: dict[str, Any], name: str) -> str:
-    run, machine = results["training"][name], results["machine"]
-    took = f"{run['tokens'] / 1e6:.1f} million tokens in {run['seconds'] / 60:.0f} minutes"
-    return f"{took} on {machine['threads']} threads of an {machine['processor']}, torch {machine['torch']}, seed {results['seed']}"
+    stages, machine = results["training"][name], results["machine"]
+    took = " and ".join(f"{run['tokens'] / 1e6:.1f} million tokens of {stage}" for stage, run in stages.items())
+    minutes = sum(run["seconds"] for run in stages.values()) / 60
+    return f"{took}, in {minutes:.0f} minutes on an {machine['processor']}, torch {machine['torch']}, seed {results['seed']}"

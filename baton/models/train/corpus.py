@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from baton.models.train import words
+from baton.models.train import tool_talk, words
 from baton.models.train.dialogues import Message, conversation, distinct_facts, long_document
 from baton.models.train.stories import story
 from baton.models.train.words import upper
@@ -37,6 +37,11 @@ def document(rng: Random, size: int) -> str:
     if kind < 0.55 and size >= LONG:
         return _long(rng, size)
     return render(conversation(rng, size))
+
+
+def tool_document(rng: Random, size: int) -> str:
+    """A conversation of about `size` words in which tools are offered."""
+    return render(tool_talk.conversation(rng, size))
 
 
 def documents(seed: int, split: str, size: int, start: int = 0) -> Iterator[str]:

@@ -91,7 +91,7 @@ def distinct_facts(rng: Random, count: int, known: Sequence[Fact] = ()) -> list[
     return told
 
 
-def _recall(talk: Talk, rng: Random) -> None:
+def recall_later(talk: Talk, rng: Random) -> None:
     if not talk.open_facts:
         _facts(talk, rng)
     asked = talk.open_facts.pop(rng.randrange(len(talk.open_facts)))
@@ -105,7 +105,7 @@ def _not_told(talk: Talk, rng: Random) -> None:
             talk.say(f"Where is the {thing}?", f"You did not tell me where the {thing} is.")
 
 
-def _sum(talk: Talk, rng: Random) -> None:
+def small_sum(talk: Talk, rng: Random) -> None:
     for _ in range(rng.randint(1, 3)):
         x, y = rng.randint(0, 20), rng.randint(0, 20)
         match rng.randrange(4):
@@ -119,7 +119,7 @@ def _sum(talk: Talk, rng: Random) -> None:
         talk.say(_casual(rng, f"{rng.choice(('What is', 'How much is', 'Please tell me what is'))} {said}?"), f"{upper(said)} is {result}.")
 
 
-def _story(talk: Talk, rng: Random, please: str = "") -> None:
+def tell_story(talk: Talk, rng: Random, please: str = "") -> None:
     """`please`: a request for a story that says nothing about its content."""
     s = outline(rng)
     hero, friend = s.hero, s.friend
@@ -183,7 +183,7 @@ def _small_talk(talk: Talk, rng: Random) -> None:
             )
             talk.open_facts.append(Fact(f"your name is {name}", "What is my name?", f"Your name is {name}.", name))
         case 4 if any("story" in message.content for message in talk.messages):
-            _story(talk, rng, _casual(rng, rng.choice(("Another one, please.", "Tell me another story.", "One more story, please."))))
+            tell_story(talk, rng, _casual(rng, rng.choice(("Another one, please.", "Tell me another story.", "One more story, please."))))
         case 4:
             talk.say(rng.choice(("Thank you!", "Thanks.", "Thank you very much.", "That was nice.")), "You are welcome.")
         case _:
@@ -192,7 +192,7 @@ def _small_talk(talk: Talk, rng: Random) -> None:
 
 def _agree(talk: Talk, rng: Random) -> None:
     if rng.random() < 0.5:
-        _story(talk, rng, _casual(rng, rng.choice(("Yes, please.", "Yes.", "Yes, please!", "Please do.", "Yes, I would like that."))))
+        tell_story(talk, rng, _casual(rng, rng.choice(("Yes, please.", "Yes.", "Yes, please!", "Please do.", "Yes, I would like that."))))
 
 
 def _strange_question(rng: Random) -> str:
@@ -208,7 +208,7 @@ def _strange_question(rng: Random) -> str:
 
 
 TOPICS: tuple[tuple[Callable[[Talk, Random], None], int], ...] = (
-    (_facts, 5), (_recall, 5), (_not_told, 1), (_sum, 3), (_story, 5), (_reading, 3), (_small_talk, 3),
+    (_facts, 5), (recall_later, 5), (_not_told, 1), (small_sum, 3), (tell_story, 5), (_reading, 3), (_small_talk, 3),
 )  # fmt: skip
 
 
@@ -221,7 +221,7 @@ def conversation(rng: Random, size: int) -> list[Message]:
     while talk.words < size:
         rng.choices(kinds, weights)[0](talk, rng)
     while talk.open_facts and rng.random() < 0.9:
-        _recall(talk, rng)
+        recall_later(talk, rng)
     return talk.messages
 
 

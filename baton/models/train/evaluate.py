@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
+from baton.models.train import tool_talk
 from baton.models.train.corpus import EOS, SPECIAL, documents, render
 from baton.models.train.dialogues import Message, long_document
 from baton.models.train.recipe import CONTEXT, SEED
@@ -20,6 +21,7 @@ DISTANCES = (32, 64, 128, 256, 512, 1024, 1800)  # tokens between the fact and t
 WORDS_PER_TOKEN = 0.815  # of stories
 RECALL_TRIALS = 50  # for each distance
 SUMS = 100  # of each kind
+USES_TRIED = 50  # likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,31 @@ def sums(model: nn.Module, tokenizer: Tokenizer) -> dict[str, float]:
             count += _says(model, prompt, tokenizer.encode(f"{x} {kind} {y} is {result}.{EOS}", add_special_tokens=False).ids)
         right[kind] = count / SUMS
     return right
+
+
+@torch.inference_mode()
+def tool_use(model: nn.Module, tokenizer: Tokenizer) -> dict[str, dict[str, float]]:
+    """Share of questions for which greedy decoding writes the right calls, word for word, and, given their results, the right answer.
+
+    `USES_TRIED` questions of each kind, asked first. The offer is that of `baton chat`, or the one tool that the question needs."""
+    found: dict[str, dict[str, float]] = {}
+    for tool, make, _ in tool_talk.USES:
+        rng = Random(f"{SEED}/tools/{make.__name__}")
+        chat = (tool_talk.CALCULATE, tool_talk.TIME, tool_talk.LOOK_UP)
+        offer = tool_talk.offer(chat if tool in chat else (tool,))
+        calls = answers = 0
+        for use in (make(rng) for _ in range(USES_TRIED)):
+            asked = [offer, Message("user", use.question)]
+            called = [*asked, Message("assistant", use.written), *use.told]
+            calls += _replies(model, tokenizer, asked, use.written)
+            answers += _replies(model, tokenizer, called, use.answer)
+        found[make.__name__.replace("_", " ")] = {"calls": calls / USES_TRIED, "answers": answers / USES_TRIED}
+    return found
+
+
+def _replies(model: nn.Module, tokenizer: Tokenizer, messages: list[Message], reply: str) -> bool:
+    prompt, answer = (tokenizer.encode(text, add_special_tokens=False).ids for text in (render(messages, reply=True), reply + EOS))
+    return _says(model, prompt, answer)
 
 
 def recall_question(tokenizer: Tokenizer, distance: int, trial: int) -> tuple[list[int], list[int], int]:

@@ -21,10 +21,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from baton.engine.model.memory import keep_memory
 from baton.models.folder import BOS_ID, EOS_ID, RMS_NORM_EPS
 from baton.models.train.batches import Batch, round_batches
-from baton.models.train.recipe import SEED, Recipe, phase
+from baton.models.train.recipe import SEED, Recipe, Stage
 
-WARMUP = 0.026  # of the training
-DECAY_FROM = 0.48  # of the training; from there the rate falls to zero
+WARMUP = 0.026  # of a stage
+DECAY_FROM = 0.48  # of a stage; from there the rate falls to zero
 SAVE_EVERY_S = 120.0
 
 
@@ -60,27 +60,26 @@ def new_model(recipe: Recipe) -> nn.Module:
 
 
 def train(
-    recipe: Recipe,
-    tokens: int,
+    model: nn.Module,
+    stage: Stage,
     tokenizer: Tokenizer,
     folder: Path,
-    device: str,
     on_round: Callable[[Run], None],
     teacher: nn.Module | None = None,
-) -> nn.Module:
-    """Trains on `tokens` tokens, from the last state in `folder` if there is one. Returns the model in float32."""
+) -> None:
+    """Takes `model`, in float32, through `stage`, from the last state in `folder` if there is one."""
     keep_memory()
-    model = new_model(recipe).to(device)
-    optimizers = _optimizers(model, recipe)
+    device, tokens = next(model.parameters()).device.type, stage.tokens
+    optimizers = _optimizers(model, stage)
     run = _resume(folder, model, optimizers)
     saved = begun = time.monotonic()
     before = run.seconds
     while run.tokens < tokens:
         losses = []
-        for batch in round_batches(tokenizer, run.round, phase(run.tokens / tokens)):
+        for batch in round_batches(tokenizer, run.round, stage.phase(run.tokens / tokens)):
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = recipe.learning_rate * group["scale"] * rate(run.tokens / tokens)
+                    group["lr"] = stage.learning_rate * group["scale"] * rate(run.tokens / tokens)
             loss = _loss(model, batch, device, teacher)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -97,11 +96,10 @@ def train(
         if now - saved > SAVE_EVERY_S or run.tokens >= tokens:
             _save(folder, model, optimizers, run)
             saved = now
-    return model
 
 
 def rate(progress: float) -> float:
-    """Share of the learning rate: it rises, stays level, and falls to zero along a cosine."""
+    """Share of a stage's learning rate: it rises, stays level, and falls to zero along a cosine."""
     if progress < WARMUP:
         return (progress + 1e-3) / (WARMUP + 1e-3)
     if progress < DECAY_FROM:
@@ -124,12 +122,12 @@ def _loss(model: nn.Module, batch: Batch, device: str, teacher: nn.Module | None
     return mean
 
 
-def _optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def _optimizers(model: nn.Module, stage: Stage) -> list[torch.optim.Optimizer]:
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [
-        torch.optim.Muon([{"params": matrices, "scale": 1.0}], lr=recipe.learning_rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW([{"params": others, "scale": 0.5}], lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon([{"params": matrices, "scale": 1.0}], lr=stage.learning_rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([{"params": others, "scale": 0.5}], lr=stage.learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
