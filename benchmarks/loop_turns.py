@@ -91,8 +91,9 @@ class Everyone(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.DecodeServicer):
             keys = os.urandom(16 * min(4096, KEYS - start))
             yield pb.SnapshotResponse(incarnation=1, sequence=1, keys=keys)
 
-    async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Any) -> AsyncIterator[pb.DecodeEvents]:
-        async for command in request_iterator:
+    async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommands], context: Any) -> AsyncIterator[pb.DecodeEvents]:
+        commands = (command async for message in request_iterator for command in message.commands)
+        async for command in commands:
             if command.WhichOneof("command") != "start":
                 continue
             token = pb.DecodeEvent(call_id=command.call_id, token=pb.GeneratedToken(id=7))

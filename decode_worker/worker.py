@@ -19,6 +19,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.failpoint import failpoint
 from baton.cluster.handoff import Handoff
 from baton.cluster.metrics import Book
+from baton.cluster.rpc import told
 from baton.cluster.telemetry import Span, Tracer
 from baton.engine.core.contract import ServingEngine
 from baton.engine.core.engine import Output, Refused
@@ -76,8 +77,10 @@ class DecodeWorker:
             async with asyncio.timeout(timeout_s):
                 await self._place(call)
                 await call.over.wait()
+        except Refused as error:
+            call.fail(refusal(error))
         except Exception as error:
-            call.fail(_told(error))
+            call.fail(told(error))
         except asyncio.CancelledError:
             # Nobody wants the request any more. After an error the lease is kept, because another worker may read it.
             if call.state is CallState.FETCHING and call.fetch is not None:
@@ -174,16 +177,3 @@ class DecodeWorker:
         fetch, call.fetch = call.fetch, None
         await self.port.withdraw(None, fetch, call.filling)
         call.move("settle")
-
-
-def _told(error: Exception) -> BatonError:
-    """What the router is told about an error that ended a call."""
-    match error:
-        case BatonError():
-            return error
-        case TimeoutError():
-            return BatonError(Reason.DEADLINE, "the deadline of the request has passed")
-        case Refused():
-            return refusal(error)
-    log.error("a call failed", exc_info=error)
-    return BatonError(Reason.INTERNAL, "the call failed on our side")

@@ -7,6 +7,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.records import WorkerRecord
+from baton.cluster.rpc import from_status
 from baton.cluster.telemetry import NO_SPAN, Span
 from baton.engine.core.sampling import FIELDS
 from baton.engine.core.thinking import ThinkingBudget
@@ -55,19 +56,30 @@ def to_source(source: Source) -> worker_pb2.KvSource:
     return worker_pb2.KvSource(worker=worker.name, incarnation=worker.incarnation, address=worker.address, blocks=source.blocks)
 
 
-def to_prefill_event(message: worker_pb2.PrefillEvent) -> PrefillEvent:
-    if message.WhichOneof("event") == "opened":
-        return Opened(message.opened.handle)
-    done = message.done
-    return FirstToken(
-        to_token(done.token),
-        done.handle,
-        _FINISH[done.finish],
-        done.cached_tokens,
-        done.wait_ms,
-        done.compute_ms,
-        done.fetched_tokens,
-    )
+def to_ms(timeout_s: float) -> int:
+    return max(1, int(timeout_s * 1000))
+
+
+def to_prefill_event(message: worker_pb2.PrefillEvent | BatonError) -> PrefillEvent:
+    """Raises the BatonError that ended the call."""
+    if isinstance(message, BatonError):
+        raise message
+    match message.WhichOneof("event"):
+        case "opened":
+            return Opened(message.opened.handle)
+        case "done":
+            done = message.done
+            return FirstToken(
+                to_token(done.token),
+                done.handle,
+                _FINISH[done.finish],
+                done.cached_tokens,
+                done.wait_ms,
+                done.compute_ms,
+                done.fetched_tokens,
+            )
+        case other:
+            raise _failure(other, message.error)
 
 
 def to_token(token: worker_pb2.GeneratedToken) -> Token:
@@ -101,8 +113,12 @@ def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> Adopted | Ended:
             if finish is None:
                 raise BatonError(Reason.INTERNAL, "the worker finished without a reason")
             return Ended(finish, message.finished.handoff.recomputed_tokens, message.finished.cached_tokens)
-        case "error":
-            name = message.error.reason
-            raise BatonError(Reason[name] if name in Reason.__members__ else Reason.INTERNAL, message.error.message)
         case other:
-            raise BatonError(Reason.INTERNAL, f"the worker sent {other!r}")
+            raise _failure(other, message.error)
+
+
+def _failure(event: str | None, error: worker_pb2.CallError) -> BatonError:
+    """`event`: the name of the last event of a call, which is neither a result nor known."""
+    if event != "error":
+        return BatonError(Reason.INTERNAL, f"the worker sent {event!r}")
+    return from_status(error.status)

@@ -305,6 +305,16 @@ def to_status(error: BatonError) -> status_pb2.Status:
     return status_pb2.Status(code=code_pb2.Code.Value(kind.grpc), message=error.message, details=packed)
 
 
+def from_status(data: bytes) -> BatonError:
+    """The error that another of our processes sent as a serialised google.rpc.Status."""
+    status = status_pb2.Status()
+    try:
+        status.ParseFromString(data)
+    except DecodeError:
+        return BatonError(Reason.INTERNAL, "the error cannot be read")
+    return _meant(status) or BatonError(Reason.INTERNAL, status.message)
+
+
 def to_error(error: grpc.RpcError) -> BatonError:
     """The error that another of our processes meant: its own reason if it gave one, else the reason that fits the bare status.
 
@@ -314,10 +324,8 @@ def to_error(error: grpc.RpcError) -> BatonError:
         status = rpc_status.from_call(error)
     except (ValueError, DecodeError):  # details that contradict the status, or cannot be parsed
         status = None
-    for detail in status.details if status else ():
-        info = error_details_pb2.ErrorInfo()
-        if detail.Unpack(info) and info.domain == DOMAIN and info.reason in Reason.__members__:
-            return BatonError(Reason[info.reason], status.message, _violations(status), dict(info.metadata))
+    if status and (meant := _meant(status)):
+        return meant
     reason = {
         grpc.StatusCode.DEADLINE_EXCEEDED: Reason.DEADLINE,
         grpc.StatusCode.CANCELLED: Reason.WORKER_LOST,
@@ -325,6 +333,15 @@ def to_error(error: grpc.RpcError) -> BatonError:
         grpc.StatusCode.UNAUTHENTICATED: Reason.UNAUTHENTICATED,
     }.get(error.code(), Reason.INTERNAL)
     return BatonError(reason, error.details() or error.code().name)
+
+
+def _meant(status: status_pb2.Status) -> BatonError | None:
+    """None: it names no reason that we know."""
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN and info.reason in Reason.__members__:
+            return BatonError(Reason[info.reason], status.message, _violations(status), dict(info.metadata))
+    return None
 
 
 def _violations(status: status_pb2.Status) -> tuple[Violation, ...]:
@@ -336,10 +353,7 @@ def _violations(status: status_pb2.Status) -> tuple[Violation, ...]:
 
 
 class Answering:
-    """`async with Answering(context):` turns an exception of the body into a status that the caller can act on.
-
-    An unforeseen exception is logged here and becomes INTERNAL without its text, which may quote a prompt.
-    """
+    """`async with Answering(context):` turns an exception of the body into a status that the caller can act on."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -348,13 +362,19 @@ class Answering:
         return None
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, BatonError):
-            await abort(self._context, error)
-        if isinstance(error, TimeoutError):
-            await abort(self._context, BatonError(Reason.DEADLINE, "the deadline of the call has passed"))
         if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
-            log.error("a call failed", exc_info=error)
-            await abort(self._context, BatonError(Reason.INTERNAL, "the call failed on our side"))
+            await abort(self._context, told(error))
+
+
+def told(error: Exception) -> BatonError:
+    """What the caller is told of an exception that ended its call. An unforeseen one is logged here, without its text for the caller, which
+    may quote a prompt."""
+    if isinstance(error, BatonError):
+        return error
+    if isinstance(error, TimeoutError):
+        return BatonError(Reason.DEADLINE, "the deadline of the request has passed")
+    log.error("a call failed", exc_info=error)
+    return BatonError(Reason.INTERNAL, "the call failed on our side")
 
 
 class Tasks:

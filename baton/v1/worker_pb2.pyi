@@ -114,19 +114,37 @@ class ThinkingMarks(_message.Message):
     closing: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, begin: _Optional[str] = ..., ends: _Optional[_Iterable[str]] = ..., closing: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class PrefillRequest(_message.Message):
-    __slots__ = ("job", "to", "source", "asker", "uncached_tokens")
+class PrefillCommands(_message.Message):
+    __slots__ = ("commands",)
+    COMMANDS_FIELD_NUMBER: _ClassVar[int]
+    commands: _containers.RepeatedCompositeFieldContainer[PrefillCommand]
+    def __init__(self, commands: _Optional[_Iterable[_Union[PrefillCommand, _Mapping]]] = ...) -> None: ...
+
+class PrefillCommand(_message.Message):
+    __slots__ = ("call_id", "start", "cancel")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    start: PrefillStart
+    cancel: CallCancel
+    def __init__(self, call_id: _Optional[int] = ..., start: _Optional[_Union[PrefillStart, _Mapping]] = ..., cancel: _Optional[_Union[CallCancel, _Mapping]] = ...) -> None: ...
+
+class PrefillStart(_message.Message):
+    __slots__ = ("job", "timeout_ms", "to", "source", "asker", "uncached_tokens")
     JOB_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     ASKER_FIELD_NUMBER: _ClassVar[int]
     UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     job: Job
+    timeout_ms: int
     to: Addressee
     source: KvSource
     asker: str
     uncached_tokens: int
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., to: _Optional[_Union[Addressee, _Mapping]] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ..., asker: _Optional[str] = ..., uncached_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., to: _Optional[_Union[Addressee, _Mapping]] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ..., asker: _Optional[str] = ..., uncached_tokens: _Optional[int] = ...) -> None: ...
 
 class KvSource(_message.Message):
     __slots__ = ("worker", "incarnation", "address", "blocks")
@@ -140,13 +158,23 @@ class KvSource(_message.Message):
     blocks: int
     def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
 
+class PrefillEvents(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[PrefillEvent]
+    def __init__(self, events: _Optional[_Iterable[_Union[PrefillEvent, _Mapping]]] = ...) -> None: ...
+
 class PrefillEvent(_message.Message):
-    __slots__ = ("opened", "done")
+    __slots__ = ("call_id", "opened", "done", "error")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
     opened: PrefillOpened
-    done: PrefillResponse
-    def __init__(self, opened: _Optional[_Union[PrefillOpened, _Mapping]] = ..., done: _Optional[_Union[PrefillResponse, _Mapping]] = ...) -> None: ...
+    done: PrefillDone
+    error: CallError
+    def __init__(self, call_id: _Optional[int] = ..., opened: _Optional[_Union[PrefillOpened, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ..., error: _Optional[_Union[CallError, _Mapping]] = ...) -> None: ...
 
 class PrefillOpened(_message.Message):
     __slots__ = ("handle",)
@@ -154,7 +182,7 @@ class PrefillOpened(_message.Message):
     handle: bytes
     def __init__(self, handle: _Optional[bytes] = ...) -> None: ...
 
-class PrefillResponse(_message.Message):
+class PrefillDone(_message.Message):
     __slots__ = ("token", "handle", "finish", "cached_tokens", "wait_ms", "compute_ms", "fetched_tokens")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
@@ -338,6 +366,12 @@ class ReleaseResponse(_message.Message):
     was_held: bool
     def __init__(self, was_held: _Optional[bool] = ...) -> None: ...
 
+class DecodeCommands(_message.Message):
+    __slots__ = ("commands",)
+    COMMANDS_FIELD_NUMBER: _ClassVar[int]
+    commands: _containers.RepeatedCompositeFieldContainer[DecodeCommand]
+    def __init__(self, commands: _Optional[_Iterable[_Union[DecodeCommand, _Mapping]]] = ...) -> None: ...
+
 class DecodeCommand(_message.Message):
     __slots__ = ("call_id", "start", "cancel", "first")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -346,9 +380,9 @@ class DecodeCommand(_message.Message):
     FIRST_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     start: DecodeStart
-    cancel: DecodeCancel
+    cancel: CallCancel
     first: DecodeFirst
-    def __init__(self, call_id: _Optional[int] = ..., start: _Optional[_Union[DecodeStart, _Mapping]] = ..., cancel: _Optional[_Union[DecodeCancel, _Mapping]] = ..., first: _Optional[_Union[DecodeFirst, _Mapping]] = ...) -> None: ...
+    def __init__(self, call_id: _Optional[int] = ..., start: _Optional[_Union[DecodeStart, _Mapping]] = ..., cancel: _Optional[_Union[CallCancel, _Mapping]] = ..., first: _Optional[_Union[DecodeFirst, _Mapping]] = ...) -> None: ...
 
 class DecodeStart(_message.Message):
     __slots__ = ("job", "handle", "timeout_ms", "to", "live")
@@ -369,10 +403,6 @@ class DecodeFirst(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     def __init__(self, token_id: _Optional[int] = ...) -> None: ...
-
-class DecodeCancel(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class DecodeEvents(_message.Message):
     __slots__ = ("events",)
@@ -442,13 +472,15 @@ class DecodeFinished(_message.Message):
     preemptions: int
     def __init__(self, reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
+class CallCancel(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class CallError(_message.Message):
-    __slots__ = ("reason", "message")
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    reason: str
-    message: str
-    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    __slots__ = ("status",)
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    status: bytes
+    def __init__(self, status: _Optional[bytes] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("to", "asker")

@@ -26,7 +26,11 @@ if _version_not_supported:
 
 
 class PrefillStub:
-    """The prefill role: prompt in, first token and a handle to the leased KV out.
+    """A session: one stream for each pair of router and worker carries all calls of a role, and one message what is ready at one moment (all
+    tokens of a step), because gRPC is limited in calls and messages per second. A call begins with `start`. It ends with its last event or
+    with `cancel`; a failure ends only that call. When the stream ends, the worker cancels all calls that were started on it.
+
+    The prefill role: prompt in, first token and a handle to the leased KV out.
     """
 
     def __init__(self, channel):
@@ -35,20 +39,24 @@ class PrefillStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_stream(
-                '/baton.v1.Prefill/Prefill',
-                request_serializer=baton_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_worker__pb2.PrefillEvent.FromString,
+        self.Session = channel.stream_stream(
+                '/baton.v1.Prefill/Session',
+                request_serializer=baton_dot_v1_dot_worker__pb2.PrefillCommands.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.PrefillEvents.FromString,
                 _registered_method=True)
 
 
 class PrefillServicer:
-    """The prefill role: prompt in, first token and a handle to the leased KV out.
+    """A session: one stream for each pair of router and worker carries all calls of a role, and one message what is ready at one moment (all
+    tokens of a step), because gRPC is limited in calls and messages per second. A call begins with `start`. It ends with its last event or
+    with `cancel`; a failure ends only that call. When the stream ends, the worker cancels all calls that were started on it.
+
+    The prefill role: prompt in, first token and a handle to the leased KV out.
     """
 
-    def Prefill(self, request, context):
-        """Streams `opened` at most once, after the first chunk of a long prompt: from then on its blocks can be read as they fill.
-        Streams `done` exactly once, last.
+    def Session(self, request_iterator, context):
+        """Each call gets `opened` at most once, after the first chunk of a long prompt: from then on its blocks can be read as they fill. Its last
+        event is `done` or `error`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -57,10 +65,10 @@ class PrefillServicer:
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_stream_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=baton_dot_v1_dot_worker__pb2.PrefillRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_worker__pb2.PrefillEvent.SerializeToString,
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.PrefillCommands.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.PrefillEvents.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -71,11 +79,15 @@ def add_PrefillServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Prefill:
-    """The prefill role: prompt in, first token and a handle to the leased KV out.
+    """A session: one stream for each pair of router and worker carries all calls of a role, and one message what is ready at one moment (all
+    tokens of a step), because gRPC is limited in calls and messages per second. A call begins with `start`. It ends with its last event or
+    with `cancel`; a failure ends only that call. When the stream ends, the worker cancels all calls that were started on it.
+
+    The prefill role: prompt in, first token and a handle to the leased KV out.
     """
 
     @staticmethod
-    def Prefill(request,
+    def Session(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -85,12 +97,12 @@ class Prefill:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/baton.v1.Prefill/Prefill',
-            baton_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
-            baton_dot_v1_dot_worker__pb2.PrefillEvent.FromString,
+            '/baton.v1.Prefill/Session',
+            baton_dot_v1_dot_worker__pb2.PrefillCommands.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.PrefillEvents.FromString,
             options,
             channel_credentials,
             insecure,
@@ -355,8 +367,7 @@ class KvExchange:
 
 
 class DecodeStub:
-    """The decode role. One stream per router and worker carries all sequences, and one message carries all tokens of a step,
-    because gRPC is limited in messages per second. When the stream ends, the worker cancels all calls that were started on it.
+    """The decode role. The last event of each call is `finished` or `error`.
     """
 
     def __init__(self, channel):
@@ -367,14 +378,13 @@ class DecodeStub:
         """
         self.Session = channel.stream_stream(
                 '/baton.v1.Decode/Session',
-                request_serializer=baton_dot_v1_dot_worker__pb2.DecodeCommand.SerializeToString,
+                request_serializer=baton_dot_v1_dot_worker__pb2.DecodeCommands.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.DecodeEvents.FromString,
                 _registered_method=True)
 
 
 class DecodeServicer:
-    """The decode role. One stream per router and worker carries all sequences, and one message carries all tokens of a step,
-    because gRPC is limited in messages per second. When the stream ends, the worker cancels all calls that were started on it.
+    """The decode role. The last event of each call is `finished` or `error`.
     """
 
     def Session(self, request_iterator, context):
@@ -388,7 +398,7 @@ def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Session': grpc.stream_stream_rpc_method_handler(
                     servicer.Session,
-                    request_deserializer=baton_dot_v1_dot_worker__pb2.DecodeCommand.FromString,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.DecodeCommands.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.DecodeEvents.SerializeToString,
             ),
     }
@@ -400,8 +410,7 @@ def add_DecodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Decode:
-    """The decode role. One stream per router and worker carries all sequences, and one message carries all tokens of a step,
-    because gRPC is limited in messages per second. When the stream ends, the worker cancels all calls that were started on it.
+    """The decode role. The last event of each call is `finished` or `error`.
     """
 
     @staticmethod
@@ -419,7 +428,7 @@ class Decode:
             request_iterator,
             target,
             '/baton.v1.Decode/Session',
-            baton_dot_v1_dot_worker__pb2.DecodeCommand.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.DecodeCommands.SerializeToString,
             baton_dot_v1_dot_worker__pb2.DecodeEvents.FromString,
             options,
             channel_credentials,

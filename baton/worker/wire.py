@@ -8,6 +8,7 @@ from google.protobuf.message import DecodeError
 
 from baton.clock import loop_time
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.rpc import to_status
 from baton.engine.core.block_key import root_key
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvLayout
@@ -58,6 +59,10 @@ def to_token(sampled: Sampled) -> worker_pb2.GeneratedToken:
 
 def to_finish(finish: Finish | None) -> "generation_pb2.FinishReason":
     return _FINISH[finish] if finish else generation_pb2.FINISH_REASON_UNSPECIFIED
+
+
+def to_call_error(error: BatonError) -> worker_pb2.CallError:
+    return worker_pb2.CallError(status=to_status(error).SerializeToString())
 
 
 def pack_handle(handle: KvHandle) -> bytes:

@@ -27,16 +27,17 @@ from router.watch import Watch
 from router.workers import DecodeEvent, Ended
 
 
-class Worker(worker_pb2_grpc.DecodeServicer, worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.WorkerServicer):
+class Worker(worker_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer):
     """Answers everything. `open` counts the calls that have begun and not finished."""
 
     def __init__(self) -> None:
         self.open = 0
         self.calls: set[int] = set()
+        self.prefills: set[int] = set()
 
-    async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Context) -> AsyncIterator[pb.DecodeEvents]:
+    async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommands], context: Context) -> AsyncIterator[pb.DecodeEvents]:
         """A live call gets its tokens once the worker has received the first one."""
-        async for command in request_iterator:
+        async for command in each(request_iterator):
             kind = command.WhichOneof("command")
             if kind == "start":
                 self.calls.add(command.call_id)
@@ -47,15 +48,6 @@ class Worker(worker_pb2_grpc.DecodeServicer, worker_pb2_grpc.PrefillServicer, wo
                 done = pb.DecodeFinished(reason=generation_pb2.FINISH_REASON_LENGTH)
                 yield pb.DecodeEvents(events=[pb.DecodeEvent(call_id=command.call_id, finished=done)])
                 self.calls.discard(command.call_id)
-
-    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncIterator[pb.PrefillEvent]:
-        self.open += 1
-        try:
-            yield pb.PrefillEvent(opened=pb.PrefillOpened(handle=b"h"))
-            await asyncio.sleep(0)
-            yield pb.PrefillEvent(done=pb.PrefillResponse(token=pb.GeneratedToken(id=5)))
-        finally:
-            self.open -= 1
 
     async def Snapshot(self, request: pb.SnapshotRequest, context: Context) -> AsyncIterator[pb.SnapshotResponse]:
         self.open += 1
@@ -75,11 +67,34 @@ class Worker(worker_pb2_grpc.DecodeServicer, worker_pb2_grpc.PrefillServicer, wo
             self.open -= 1
 
 
+class Prefills(worker_pb2_grpc.PrefillServicer):
+    def __init__(self, worker: Worker) -> None:
+        self._open = worker.prefills
+
+    async def Session(self, request_iterator: AsyncIterator[pb.PrefillCommands], context: Context) -> AsyncIterator[pb.PrefillEvents]:
+        async for command in each(request_iterator):
+            call = command.call_id
+            if command.HasField("cancel"):
+                self._open.discard(call)
+                continue
+            self._open.add(call)
+            yield pb.PrefillEvents(events=[pb.PrefillEvent(call_id=call, opened=pb.PrefillOpened(handle=b"h"))])
+            await asyncio.sleep(0)
+            yield pb.PrefillEvents(events=[pb.PrefillEvent(call_id=call, done=pb.PrefillDone(token=pb.GeneratedToken(id=5)))])
+            self._open.discard(call)
+
+
+async def each(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for message in messages:
+        for command in message.commands:
+            yield command
+
+
 @asynccontextmanager
 async def pair() -> AsyncIterator[tuple[Worker, GrpcWorkers, WorkerRecord]]:
     server, worker, workers = Server(Config(), 1 << 20), Worker(), GrpcWorkers(SecurityConfig())
     worker_pb2_grpc.add_DecodeServicer_to_server(worker, server.grpc)
-    worker_pb2_grpc.add_PrefillServicer_to_server(worker, server.grpc)
+    worker_pb2_grpc.add_PrefillServicer_to_server(Prefills(worker), server.grpc)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
     address = server.bind(0)
     await server.start()
@@ -144,13 +159,14 @@ async def probe(workers: GrpcWorkers, d0: WorkerRecord) -> None:
 @pytest.mark.parametrize("call", [plain, live, live_decode, prefill, snapshot, probe])
 async def test_a_call_is_cancelled_at_every_await(call: Callable[[GrpcWorkers, WorkerRecord], Awaitable[None]]) -> None:
     async with pair() as (worker, workers, d0):
-        await plain(workers, d0)  # so that the connection and the session exist
-        await until(lambda: not worker.calls)
+        await plain(workers, d0)  # so that the connection and the sessions exist
+        await prefill(workers, d0)
+        await until(lambda: not worker.calls and not worker.prefills)
         before = asyncio.all_tasks()
         async for _ in cancelled(lambda: call(workers, d0)):
-            (session,) = workers._sessions.values()
-            assert not session._calls and not session.lost and len(workers._channels) == 1
-            await until(lambda: not worker.calls and not worker.open)
+            assert len(workers._sessions) == 2 and len(workers._channels) == 1
+            assert not any(session._calls or session.lost for session in workers._sessions.values()) and not workers._inboxes
+            await until(lambda: not worker.calls and not worker.prefills and not worker.open)
             await until(lambda: not [task for task in asyncio.all_tasks() - before if "router" in repr(task)])
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from fake_workers import MODEL, TOKENIZER, record, unusable
+from google.rpc import error_details_pb2
 from turn_work import TurnWork
 
 from baton.clock import loop_time
@@ -16,7 +17,7 @@ from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import BlockEvent, Load, WorkerRecord
-from baton.cluster.rpc import Answering, Context, Server, abort
+from baton.cluster.rpc import Answering, Context, Server, abort, to_status
 from baton.engine.core.block_key import MAX_EVENT_KEYS
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import SamplingParams
@@ -43,17 +44,17 @@ def request(name: str = "r", tokens: tuple[int, ...] = (1, 2, 3), params: Sampli
     return Request(name, list(tokens), 2, params, "salt", time.monotonic() + 10, Trace(Stopwatch(time.monotonic)))
 
 
-class Worker(
-    worker_pb2_grpc.DecodeServicer, worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.KvExchangeServicer, worker_pb2_grpc.WorkerServicer
-):
+class Worker(worker_pb2_grpc.DecodeServicer, worker_pb2_grpc.KvExchangeServicer, worker_pb2_grpc.WorkerServicer):
     """Records what it receives. Sends the entries of `says` (events, an error, or None to end the stream) on the newest decode stream."""
 
     def __init__(self) -> None:
         self.streams = 0
         self.heard: asyncio.Queue[pb.DecodeCommand] = asyncio.Queue()
         self.says: asyncio.Queue[list[pb.DecodeEvent] | BatonError | None] = asyncio.Queue()
-        self.prefills: list[pb.PrefillRequest] = []
-        self.on_prefill: Callable[[], Any] = pb.PrefillResponse
+        self.prefills: list[pb.PrefillStart] = []
+        self.on_prefill: Callable[[], Any] = pb.PrefillDone
+        self.prefill_streams = 0
+        self.prefill_says: asyncio.Queue[pb.PrefillEvent | BatonError | None] = asyncio.Queue()
         self.opens = b""  # handle to send before the prompt is computed; empty: none
         self.cancelled = 0
         self.released: list[tuple[bytes, str]] = []
@@ -65,7 +66,7 @@ class Worker(
         self.pages = [b"a" * 16, b"b" * 16]
         self.page_s = 0.0  # pause after a page
 
-    async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Context) -> AsyncIterator[pb.DecodeEvents]:
+    async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommands], context: Context) -> AsyncIterator[pb.DecodeEvents]:
         self.streams += 1
         reader = asyncio.create_task(self._listen(request_iterator))
         try:
@@ -76,20 +77,10 @@ class Worker(
         finally:
             reader.cancel()
 
-    async def _listen(self, commands: AsyncIterator[pb.DecodeCommand]) -> None:
-        async for command in commands:
-            self.heard.put_nowait(command)
-
-    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> AsyncIterator[pb.PrefillEvent]:
-        self.prefills.append(request)
-        async with Answering(context):
-            try:
-                if self.opens:
-                    yield pb.PrefillEvent(opened=pb.PrefillOpened(handle=self.opens))
-                yield pb.PrefillEvent(done=await settled(self.on_prefill()))
-            except asyncio.CancelledError:
-                self.cancelled += 1
-                raise
+    async def _listen(self, messages: AsyncIterator[pb.DecodeCommands]) -> None:
+        async for message in messages:
+            for command in message.commands:
+                self.heard.put_nowait(command)
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         self.released.append((request.handle, request.request_id))
@@ -114,6 +105,48 @@ class Worker(
         return answer
 
 
+class Prefills(worker_pb2_grpc.PrefillServicer):
+    """The prefill role of the worker: answers each call with `on_prefill`. `says`: of the newest stream; see `Worker`."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def Session(self, request_iterator: AsyncIterator[pb.PrefillCommands], context: Context) -> AsyncIterator[pb.PrefillEvents]:
+        self._worker.prefill_streams += 1
+        says = self._worker.prefill_says = asyncio.Queue()
+        reader = asyncio.create_task(self._listen(request_iterator, says))
+        try:
+            while (said := await says.get()) is not None:
+                if isinstance(said, BatonError):
+                    await abort(context, said)
+                yield pb.PrefillEvents(events=[said])
+        finally:
+            reader.cancel()
+
+    async def _listen(self, messages: AsyncIterator[pb.PrefillCommands], says: "asyncio.Queue[Any]") -> None:
+        tasks: dict[int, asyncio.Task[None]] = {}
+        async for message in messages:
+            for command in message.commands:
+                if command.HasField("start"):
+                    self._worker.prefills.append(command.start)
+                    tasks[command.call_id] = asyncio.create_task(self._prefill(command.call_id, says))
+                else:
+                    tasks[command.call_id].cancel()
+                    self._worker.cancelled += 1
+
+    async def _prefill(self, call: int, says: "asyncio.Queue[Any]") -> None:
+        if self._worker.opens:
+            says.put_nowait(pb.PrefillEvent(call_id=call, opened=pb.PrefillOpened(handle=self._worker.opens)))
+        try:
+            says.put_nowait(pb.PrefillEvent(call_id=call, done=await settled(self._worker.on_prefill())))
+        except BatonError as error:
+            says.put_nowait(pb.PrefillEvent(call_id=call, error=call_error(error)))
+
+
+def call_error(error: BatonError) -> pb.CallError:
+    return pb.CallError(status=to_status(error).SerializeToString())
+
+
 async def settled(value: Any) -> Any:
     return await value if asyncio.iscoroutine(value) else value
 
@@ -132,7 +165,7 @@ def sleeping() -> Any:
 async def pair(port: int = 0) -> AsyncIterator[tuple[Worker, GrpcWorkers, WorkerRecord, Server]]:
     server, worker, workers = Server(Config(), 1 << 20), Worker(), GrpcWorkers(SecurityConfig())
     worker_pb2_grpc.add_DecodeServicer_to_server(worker, server.grpc)
-    worker_pb2_grpc.add_PrefillServicer_to_server(worker, server.grpc)
+    worker_pb2_grpc.add_PrefillServicer_to_server(Prefills(worker), server.grpc)
     worker_pb2_grpc.add_KvExchangeServicer_to_server(worker, server.grpc)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server.grpc)
     address = server.bind(port)
@@ -197,10 +230,11 @@ async def test_tokens_that_come_while_the_client_reads_are_joined() -> None:
         assert await first == (Token(7),)
         for id_ in (8, 9, 10):
             worker.says.put_nowait([token(number, id_)])
-        lost = pb.DecodeEvent(call_id=number, error=pb.CallError(reason="INTERNAL", message="because"))
+        lost = pb.DecodeEvent(call_id=number, error=call_error(BatonError(Reason.INTERNAL, "because")))
         worker.says.put_nowait([lost])
         async with asyncio.timeout(30):
-            while len(workers._sessions[(d0.name, d0.incarnation)]._calls[number].inbox._waiting) < 2:
+            (inbox,) = workers._inboxes
+            while len(inbox._waiting) < 2:
                 await asyncio.sleep(0.005)
         assert await anext(events) == (Token(8), Token(9), Token(10))
         with pytest.raises(BatonError, match="because"):
@@ -212,12 +246,12 @@ async def test_what_comes_after_the_end_of_a_call_changes_nothing() -> None:
     async with pair() as (worker, workers, d0, _):
         call = asyncio.create_task(take(workers, d0))
         number = (await worker.heard.get()).call_id
-        session = workers._sessions[(d0.name, d0.incarnation)]
+        session = workers._sessions[(d0.name, d0.incarnation), "decode"]
         held = session._calls[number]
         for message in (token(number, 7), finished(number)):
-            session._deliver(message, held)
+            held.put(held, message)
         for error in (BatonError(Reason.WORKER_LOST, "x"), BatonError(Reason.DEADLINE, "x")):
-            held.inbox.put(error)
+            held.put(held, error)
         assert await call == [(Token(7),), Ended("length", 0, 32)]
 
 
@@ -259,9 +293,7 @@ async def test_after_the_stream_interval_tokens_are_sent() -> None:
 
 async def test_every_sampling_parameter_reaches_the_worker() -> None:
     async with pair() as (worker, workers, d0, _):
-        worker.on_prefill = lambda: pb.PrefillResponse(
-            token=pb.GeneratedToken(id=5), handle=b"h", cached_tokens=16, wait_ms=1, compute_ms=2
-        )
+        worker.on_prefill = lambda: pb.PrefillDone(token=pb.GeneratedToken(id=5), handle=b"h", cached_tokens=16, wait_ms=1, compute_ms=2)
         assert await prefill(workers, d0, request(), 5) == FirstToken(Token(5), b"h", None, 16, 1.0, 2.0)
         sampling = worker.prefills[0].job.sampling
         plain = {f.name: getattr(sampling, f.name) for f in sampling.DESCRIPTOR.fields if not f.is_repeated and f.message_type is None}
@@ -275,7 +307,7 @@ async def test_every_sampling_parameter_reaches_the_worker() -> None:
 
 async def test_a_long_prompt_is_opened_before_its_first_token() -> None:
     async with pair() as (worker, workers, d0, _):
-        worker.opens, worker.on_prefill = b"ticket", lambda: pb.PrefillResponse(token=pb.GeneratedToken(id=5), fetched_tokens=32)
+        worker.opens, worker.on_prefill = b"ticket", lambda: pb.PrefillDone(token=pb.GeneratedToken(id=5), fetched_tokens=32)
         source = Source(replace(d0, name="d9", incarnation=4, address="there:1"), 6)
         events = [event async for event in workers.prefill(d0, request(), 5, source)]
         assert events == [Opened(b"ticket"), FirstToken(Token(5), b"", None, 0, 0.0, 0.0, 32)]
@@ -367,16 +399,41 @@ async def test_a_lost_stream_immediately_ends_all_its_calls(lose: Callable[[Work
         assert len(await again) == 1 and worker.streams == 2
 
 
+@pytest.mark.parametrize("lose", ["end", "abort", "stop"])
+async def test_a_lost_stream_immediately_ends_all_its_prefills(lose: str) -> None:
+    """And no other call of the worker, unless its process is lost."""
+    async with pair() as (worker, workers, d0, server):
+        worker.on_prefill = sleeping
+        decode = asyncio.create_task(take(workers, d0))
+        number = (await worker.heard.get()).call_id
+        calls = [asyncio.create_task(prefill(workers, d0, request(f"r{i}"), 30)) for i in range(20)]
+        await until(lambda: len(worker.prefills) == 20)
+        if lose == "stop":
+            await server.stop(None)
+        else:
+            worker.prefill_says.put_nowait(None if lose == "end" else BatonError(Reason.INTERNAL, "broken"))
+        for call in calls:
+            error = await refused(call)
+            assert error.reason is Reason.WORKER_LOST and isinstance(error, Died) is (lose == "stop")
+        if lose == "stop":
+            assert (await refused(decode)).reason is Reason.WORKER_LOST
+            return
+        worker.on_prefill = pb.PrefillDone
+        assert await prefill(workers, d0, request(), 5) and worker.prefill_streams == 2
+        worker.says.put_nowait([finished(number)])
+        assert len(await decode) == 1
+
+
 async def test_a_lost_stream_leaves_no_task_behind() -> None:
     async with pair() as (worker, workers, d0, _):
-        before = {task for task in asyncio.all_tasks() if "DecodeSession" in repr(task)}
+        before = {task for task in asyncio.all_tasks() if "Session" in repr(task)}
         for _ in range(3):
             call = asyncio.create_task(take(workers, d0))
             await worker.heard.get()
             worker.says.put_nowait(None)
             await refused(call)
         await asyncio.sleep(0.05)
-        assert {task for task in asyncio.all_tasks() if "DecodeSession" in repr(task)} == before == set()
+        assert {task for task in asyncio.all_tasks() if "Session" in repr(task)} == before == set()
 
 
 async def test_calls_to_a_stopped_worker_fail_immediately() -> None:
@@ -496,20 +553,26 @@ async def test_every_error_reason_of_a_worker_arrives(reason: Reason) -> None:
         assert (error.reason, error.message) == (reason, "because")
         call = asyncio.create_task(take(workers, d0))
         number = (await worker.heard.get()).call_id
-        worker.says.put_nowait([pb.DecodeEvent(call_id=number, error=pb.CallError(reason=reason.name, message="because"))])
+        worker.says.put_nowait([pb.DecodeEvent(call_id=number, error=call_error(BatonError(reason, "because")))])
         error = await refused(call)
         assert (error.reason, error.message) == (reason, "because")
         assert worker.heard.empty(), "the worker has already ended the call"
 
 
+OF_THE_FUTURE = to_status(BatonError(Reason.INTERNAL, "x"))
+_info = error_details_pb2.ErrorInfo(reason="OF_THE_FUTURE", domain="baton")
+OF_THE_FUTURE.details[0].Pack(_info)
+
+
 @pytest.mark.parametrize(
     "event",
     [
-        pb.DecodeEvent(call_id=1, error=pb.CallError(reason="OF_THE_FUTURE", message="x")),
+        pb.DecodeEvent(call_id=1, error=pb.CallError(status=OF_THE_FUTURE.SerializeToString())),
+        pb.DecodeEvent(call_id=1, error=pb.CallError(status=b"\xff")),
         pb.DecodeEvent(call_id=1),
         pb.DecodeEvent(call_id=1, finished=pb.DecodeFinished()),
     ],
-    ids=["unknown reason", "unknown event", "no finish"],
+    ids=["unknown reason", "unreadable", "unknown event", "no finish"],
 )
 async def test_an_event_that_cannot_be_understood_is_an_internal_error(event: pb.DecodeEvent) -> None:
     async with pair() as (worker, workers, d0, _):

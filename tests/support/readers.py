@@ -71,13 +71,13 @@ class Worker:
 
     async def _listen(self, commands: AsyncIterator[bytes]) -> None:
         async for data in commands:
-            command = worker_pb2.DecodeCommand.FromString(data)
-            match command.WhichOneof("command"):
-                case "start":
-                    self.sent[command.call_id] = 0
-                    self._news.set()
-                case "cancel":
-                    self.cancelled.add(command.call_id)
+            for command in worker_pb2.DecodeCommands.FromString(data).commands:
+                match command.WhichOneof("command"):
+                    case "start":
+                        self.sent[command.call_id] = 0
+                        self._news.set()
+                    case "cancel":
+                        self.cancelled.add(command.call_id)
 
     @property
     def done(self) -> bool:
@@ -151,7 +151,7 @@ class Hall:
     @property
     def waiting_bytes(self) -> list[int]:
         """For each call whose answer has not been read to its end."""
-        return [call.backlog.size for session in self.workers._sessions.values() for call in session._calls.values()]
+        return [inbox._backlog.size for inbox in self.workers._inboxes]
 
     @property
     def idle(self) -> bool:

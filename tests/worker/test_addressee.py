@@ -1,6 +1,6 @@
 """Every call to a worker says for whom it is. Another process may have taken the worker's port, and must neither answer nor do anything.
 
-These calls go through real gRPC to a real worker. `Decode.Session` says it in each command of its stream (`test_door.py`).
+These calls go through real gRPC to a real worker. A session says it in each command that starts a call (`test_door.py`).
 """
 
 from collections.abc import AsyncIterator
@@ -16,13 +16,10 @@ from baton.cluster import log_file
 from baton.cluster.errors import Reason
 from baton.cluster.lifecycle import Stop
 from baton.cluster.rpc import NO_PROXY, to_error
-from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker.process import WorkerProcess
 
-SAMPLING = generation_pb2.SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-JOB = worker_pb2.Job(request_id="r", token_ids=range(1, 9), prompt_tokens=8, sampling=SAMPLING)
 CALLS: dict[str, Any] = {
-    "Prefill.Prefill": worker_pb2.PrefillRequest(job=JOB),
     "Worker.Probe": worker_pb2.ProbeRequest(),
     "Worker.Snapshot": worker_pb2.SnapshotRequest(),
     "Worker.Describe": worker_pb2.DescribeRequest(),
@@ -75,7 +72,8 @@ async def refusal(process: WorkerProcess, name: str, to: worker_pb2.Addressee | 
 
 def test_every_call_to_a_worker_is_tried_here() -> None:
     services = worker_pb2.DESCRIPTOR.services_by_name
-    assert set(CALLS) == {f"{service}.{method.name}" for service in ("Prefill", "Worker") for method in services[service].methods}
+    tried = {*CALLS, "Prefill.Session", "Decode.Session"}
+    assert tried == {f"{service}.{method.name}" for service in ("Prefill", "Decode", "Worker") for method in services[service].methods}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -5,21 +5,19 @@ Another prefill worker keeps the blocks of the prompts that it computed.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 
-import grpc
 import pytest
 from handoff_pair import KEY, PROMPT, Pair, another_prefill, expected, greedy, leased, pair
 from host_pool import on_host
 
-from baton.cluster.config import Config
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.rpc import NO_PROXY, Server, to_error
+from baton.cluster.rpc import from_status
 from baton.engine.core.block_key import extend_keys, root_key
 from baton.engine.core.sequence import Sequence as EngineSequence
 from baton.engine.core.toy import naive
-from baton.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import generation_pb2, worker_pb2
 from baton.worker import kv_port
 from baton.worker.identity import Identity
 from baton.worker.kv_port import Place
@@ -247,37 +245,33 @@ async def test_without_a_source_the_neighbours_kv_is_computed_again() -> None:
         await p.settled()
 
 
-@asynccontextmanager
-async def at_the_door(p: Pair) -> AsyncIterator[worker_pb2_grpc.PrefillStub]:
-    """The prefill worker behind real gRPC, which ends a call at its deadline."""
-    server = Server(Config(), 1 << 20)
-    worker_pb2_grpc.add_PrefillServicer_to_server(PrefillDoor(p.prefill, ME, Prompts()), server.grpc)
-    address = server.bind(0)
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(address, options=[NO_PROXY]) as channel:
-            yield worker_pb2_grpc.PrefillStub(channel)
-    finally:
-        await server.stop(None)
-
-
-def asked(prompt: list[int]) -> worker_pb2.PrefillRequest:
+async def at_the_door(p: Pair, prompt: list[int], timeout_s: float) -> worker_pb2.PrefillEvent:
+    """Asks for a prefill, with the KV of `HOLDER`, and returns the last event."""
     sampling = generation_pb2.SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     job = worker_pb2.Job(request_id="late", token_ids=prompt, prompt_tokens=len(prompt), sampling=sampling)
     to = worker_pb2.Addressee(worker=ME.worker, incarnation=ME.incarnation, model_fingerprint=ME.model_fingerprint)
     source = worker_pb2.KvSource(worker=HOLDER.worker, incarnation=HOLDER.incarnation, address=HOLDER.address, blocks=7)
-    return worker_pb2.PrefillRequest(job=job, to=to, source=source)
+    start = worker_pb2.PrefillStart(job=job, to=to, source=source, timeout_ms=int(timeout_s * 1000))
+
+    async def commands() -> AsyncIterator[worker_pb2.PrefillCommands]:
+        yield worker_pb2.PrefillCommands(commands=[worker_pb2.PrefillCommand(call_id=1, start=start)])
+        await asyncio.Event().wait()
+
+    stream = PrefillDoor(p.prefill, ME, Prompts()).Session(commands(), None)
+    assert isinstance(stream, AsyncGenerator)
+    async with aclosing(stream):
+        (event,) = (await anext(stream)).events
+        return event
 
 
 @pytest.mark.parametrize("place", ["lend", "handshake", "piece", "release"])
 async def test_a_deadline_during_the_fetch_frees_everything(place: str) -> None:
     """The source does not answer until the time is up. The loan is then released, not left to expire: the clock of leases stands still."""
-    async with pair() as p, at_the_door(p) as stub:
+    async with pair() as p:
         conversation = await first_turn(p)
         reached, gate = p.back.hang(place)
-        with pytest.raises(grpc.RpcError) as caught:
-            await stub.Prefill(asked([*conversation, 50, 51]), timeout=1.0).read()
-        assert to_error(caught.value).reason is Reason.DEADLINE and reached.is_set()
+        event = await at_the_door(p, [*conversation, 50, 51], 1.0)
+        assert from_status(event.error.status).reason is Reason.DEADLINE and reached.is_set()
         p.back.on.clear()
         gate.set()
         await p.settled()

@@ -1,0 +1,164 @@
+"""The router's side of a session: the stream to one worker that carries all calls of one role (`worker.proto`).
+
+When the stream is lost, all its calls end immediately with WORKER_LOST. A loss is a `Died` only for calls of which the worker has seen
+something: the others reached no process.
+"""
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar
+
+import grpc
+
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.rpc import to_error
+from baton.v1 import worker_pb2
+from router.workers import Died
+
+COMMANDS_AT_ONCE = 64  # in one message
+TOKENS_AT_ONCE = 8192  # of the prompts in one message; a longer prompt travels alone
+NOT_CONNECTED = "failed to connect"  # gRPC's words for a call that was never sent: nothing listens there
+E = TypeVar("E")  # an event
+
+
+class Session(Generic[E]):
+    def __init__(self, worker: str, stream: Any, command: Callable[..., Any], commands: Callable[..., Any]) -> None:
+        """`worker`: its name. `stream`: the gRPC call. `command` and `commands`: the types of one command and of a message of several."""
+        self.lost = False
+        self._worker = worker
+        self._stream = stream
+        self._command, self._commands = command, commands
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, Call[E]] = {}
+        self._unsent: OrderedDict[int, list[Any]] = OrderedDict()  # commands of each call, which bound it: a call has a few
+        self._filled = asyncio.Event()
+        self._writer = asyncio.create_task(self._write())
+        self._reader = asyncio.create_task(self._read())
+
+    def start(self, start: Any, tokens: int, timeout_s: float, put: "Put[E]") -> "Call[E]":
+        """Begins a call, which lasts for the `with` block of what is returned. `tokens`: how many `start` carries. `put` gets the events of
+        the call in order, and the error that ends it early: a loss, or DEADLINE after `timeout_s`. Raises BatonError(WORKER_LOST)."""
+        if self.lost:
+            raise BatonError(Reason.WORKER_LOST, f"{self._worker} is gone")
+        call = Call(self, next(self._numbers), tokens, timeout_s, put)
+        self._calls[call.number] = call
+        self.tell(call, start=start)
+        return call
+
+    def tell(self, call: "Call[E]", **command: Any) -> None:
+        """Sends a command, if the call has not ended and the worker is not lost."""
+        if call.number in self._calls and not self.lost:
+            self._unsent.setdefault(call.number, []).append(self._command(call_id=call.number, **command))
+            self._filled.set()
+
+    def cancel(self, call: "Call[E]") -> None:
+        """Ends it on the worker."""
+        self._unsent.pop(call.number, None)
+        if call.sent:
+            self.tell(call, cancel=worker_pb2.CallCancel())
+
+    def forget(self, call: "Call[E]") -> None:
+        """Nobody waits for it any more."""
+        del self._calls[call.number]
+
+    async def close(self) -> None:
+        self._lose(Died(f"{self._worker} is gone"))
+        self._stream.cancel()
+        self._reader.cancel()
+        await asyncio.gather(self._reader, self._writer, return_exceptions=True)
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._filled.wait()
+                if commands := self._next():
+                    await self._stream.write(self._commands(commands=commands))
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # the reader reports why
+
+    def _next(self) -> list[Any]:
+        """Takes the oldest commands, for one message; none if those that waited were taken back."""
+        taken: list[Any] = []
+        left = TOKENS_AT_ONCE
+        while self._unsent and left > 0 and len(taken) < COMMANDS_AT_ONCE:
+            number, commands = next(iter(self._unsent.items()))
+            call = self._calls.get(number)
+            if call is not None and not call.sent:
+                if taken and call.tokens > left:
+                    break
+                call.sent = True
+                left -= call.tokens
+            self._unsent.popitem(last=False)
+            taken += commands
+        if not self._unsent:
+            self._filled.clear()
+        return taken
+
+    async def _read(self) -> None:
+        reason = BatonError(Reason.WORKER_LOST, f"{self._worker} ended the stream")
+        try:
+            async for message in self._stream:
+                for event in message.events:
+                    call = self._calls.get(event.call_id)
+                    if call is not None:
+                        call.put(call, event)
+        except grpc.RpcError as error:
+            found = meaning(error)
+            text = f"{self._worker}: {found.message}"
+            reason = Died(text) if isinstance(found, Died) else BatonError(Reason.WORKER_LOST, text)
+        finally:
+            self._lose(reason)
+
+    def _lose(self, reason: BatonError) -> None:
+        if self.lost:
+            return
+        self.lost = True
+        self._writer.cancel()
+        self._unsent.clear()
+        unsent = BatonError(Reason.WORKER_LOST, reason.message)
+        for call in self._calls.values():
+            call.put(call, reason if call.sent else unsent)
+
+
+class Call(Generic[E]):
+    """A call to a worker. It is cancelled there if its block is left early: neither normally nor with an error of the worker's."""
+
+    __slots__ = ("_cancelled", "_late", "_session", "_timer", "number", "put", "sent", "tokens")
+
+    def __init__(self, session: Session[E], number: int, tokens: int, timeout_s: float, put: "Put[E]") -> None:
+        self.number, self.tokens, self.put = number, tokens, put
+        self.sent = False  # whether the worker may have seen it
+        self._cancelled = False
+        self._session = session
+        self._late = BatonError(Reason.DEADLINE, "the deadline of the request has passed")
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, put, self, self._late)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        self._timer.cancel()
+        if error is not None and (error is self._late or not isinstance(error, BatonError)):
+            self.cancel()
+        self._session.forget(self)
+
+    def tell(self, **command: Any) -> None:
+        self._session.tell(self, **command)
+
+    def cancel(self) -> None:
+        if not self._cancelled:
+            self._cancelled = True
+            self._session.cancel(self)
+
+
+Put = Callable[[Call[E], E | BatonError], None]
+
+
+def meaning(error: grpc.RpcError) -> BatonError:
+    """What a failed call to a worker says: of a loss, whether its process was reached."""
+    ours = to_error(error)
+    if ours.reason is Reason.WORKER_LOST and not ours.message.startswith(NOT_CONNECTED):
+        return Died(ours.message)
+    return ours
