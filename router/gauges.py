@@ -9,6 +9,7 @@ from baton.cluster.records import WorkerRecord
 from baton.cluster.telemetry import Tracer
 from router.admission import Admission
 from router.conduct import Conduct
+from router.known_texts import KnownTexts
 from router.view import ClusterView
 from router.watch import Watch
 
@@ -51,6 +52,10 @@ def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, trac
     book.read("baton_registry_reconnects_total", lambda: watch.reconnects)
     book.read("baton_spans_exported_total", lambda: tracer.exported)
     book.read("baton_spans_dropped_total", lambda: tracer.dropped)
+
+
+def tell_texts(book: Book, texts: KnownTexts) -> None:
+    book.read("baton_router_known_text_tokens_total", lambda: texts.hits)
 
 
 def kv_usage(view: ClusterView) -> float | None:

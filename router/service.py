@@ -33,6 +33,7 @@ from router.dispatch import Dispatcher
 from router.gate import Gate
 from router.journal import REFUSALS, Entry, Journal
 from router.kept import Kept
+from router.known_texts import KnownTexts
 from router.rates import Rates, Unlimited
 from router.request import FinishReason, Request, Stopwatch, Token, Tokens, Trace
 from router.resume import Receipt, prompt_digest, receipt_key
@@ -177,6 +178,7 @@ class GenerateService:
         self._dispatcher = dispatcher
         self._gate = Gate(admission, model, config, journal.objectives)
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_inflight)
+        self.texts = KnownTexts(config.known_texts_mib << 20)
         self._config = config
         self._journal = journal
         self._draws = draws
@@ -395,7 +397,8 @@ class GenerateService:
             if not self._forms.templated and (setting.offered or setting.asides):
                 messages, setting = generic.told(messages, setting), replace(setting, tools=(), asides=())
                 names = ()
-            return await self._pool.run(self._tokenizer.render, messages, names, most, setting, within_s=left)
+            known = self.texts.of(self._salt(ask))
+            return await self._pool.run(self._tokenizer.render, messages, names, most, setting, known, within_s=left)
         parsed, around = ask.parse_special is not False, ask.add_special_tokens is not False
         encode = partial(self._tokenizer.encode, parse_special=parsed, add_special_tokens=around)
         return await self._pool.run(encode, ask.text or "", most, within_s=left)

@@ -22,7 +22,7 @@ recognised by its token count alone, taken piece by piece.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -43,6 +43,9 @@ _PIECE = 1 << 16  # characters of a long text that are counted at a time
 _MAY_FIT = 8  # characters for each token that is allowed: a text of no more is encoded whole, not counted first
 _CUT_COSTS = 16  # tokens by which a piece of plain text counted alone may exceed its count in the whole text
 _Json = dict[str, Any]
+Encode = Callable[[], list[int]]
+# (text, whether it begins the prompt, how to encode it) → its ids, which may be known already
+Known = Callable[[str, bool, Encode], Sequence[int]]
 
 
 class Tokenizer:
@@ -113,12 +116,18 @@ class Tokenizer:
         return self._plain.post_process(Encoding.merge(encodings, growing_offsets=True)).ids
 
     def render(
-        self, messages: Sequence[Message], names: Sequence[str] = (), most: int | None = None, setting: Setting = PLAIN
+        self,
+        messages: Sequence[Message],
+        names: Sequence[str] = (),
+        most: int | None = None,
+        setting: Setting = PLAIN,
+        known: Known = lambda text, first, encode: encode(),
     ) -> list[int]:
         """Encodes a conversation of (role, content) with the model's chat template, up to where the assistant begins to write.
 
         `names`: of the participants, one per message; "" for none. Contents and names are data. Roles are treated as the template's own
-        words, so only known roles may be passed. `most`: as for `encode`. Raises INVALID_FIELD (`chat`) if there is no chat template or if
+        words, so only known roles may be passed. `most`: as for `encode`. `known` is asked for the ids of each text between two control
+        tokens. Raises INVALID_FIELD (`chat`) if there is no chat template or if
         it refuses the conversation, INTERNAL if it fails.
         """
         if self._chat is None:
@@ -140,7 +149,7 @@ class Tokenizer:
             ids = self._parse(text)
             if self._all_from_template(ids, outline.shape, data):
                 return ids
-        return list(self._encode_outline(outline))
+        return self._encode_outline(outline, known)
 
     @property
     def template(self) -> str | None:
@@ -220,21 +229,28 @@ class Tokenizer:
     def _controls(self, ids: Iterable[int]) -> list[int]:
         return [id_ for id_ in ids if id_ in self._control]
 
-    def _encode_outline(self, outline: Outline) -> Iterator[int]:
+    def _encode_outline(self, outline: Outline, known: Known) -> list[int]:
         contents = iter(outline.contents)
         encoding = _encode(self._parser, outline.shape)
+        ids: list[int] = []
         done = 0
         for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if id_ in self._control:
-                yield from self._between(outline.shape[done:start], done == 0, contents)
-                yield id_
+                ids += self._between(outline.shape[done:start], done == 0, contents, known)
+                ids.append(id_)
                 done = end
-        yield from self._between(outline.shape[done:], done == 0, contents)
+        ids += self._between(outline.shape[done:], done == 0, contents, known)
+        return ids
 
-    def _between(self, shape: str, first: bool, contents: Iterator[str]) -> Iterator[int]:
+    def _between(self, shape: str, first: bool, contents: Iterator[str], known: Known) -> Sequence[int]:
+        """Whatever stands around it: the result depends on nothing but the text and `first`."""
+
+        def encode() -> list[int]:
+            encodings = self._as_text(text, self._plain if first else self._inner, "chat")
+            return [id_ for encoding in encodings for id_ in encoding.ids]
+
         text = fill(shape, contents)
-        for encoding in self._as_text(text, self._plain if first else self._inner, "chat") if text else ():
-            yield from encoding.ids
+        return known(text, first, encode) if text else ()
 
     def _as_text(self, text: str, first: tokenizers.Tokenizer, field: str) -> list[Encoding]:
         """Encodes `text` without control tokens. Some models (above all Unigram) have such a spelling as a word, which is cut in two."""

@@ -129,6 +129,7 @@ class RouterProcess:
             tenancy=self._tenancy(),
         )
         self._closers.callback(self.service.close)
+        gauges.tell_texts(self._book, self.service.texts)
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys, self._budget), public.grpc)
         offered = config.router.reflection
         if offered or (offered is None and not self._keys):

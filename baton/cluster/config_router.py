@@ -66,6 +66,12 @@ class RouterConfig(Section):
         " serve the newest request first.",
     )
     tokenizer_threads: int = Field(default=2, ge=1, le=64, description="Threads that turn prompts into tokens.")
+    known_texts_mib: int = Field(
+        default=64,
+        ge=0,
+        le=65536,
+        description="Memory for the token ids of long messages of conversations, so that only what is new in a turn is tokenized. 0: none.",
+    )
     default_timeout_s: float = Field(default=300.0, gt=0, le=86400, description="Deadline of a request if its client sets none, seconds.")
     max_timeout_s: float = Field(default=600.0, gt=0, le=86400, description="Longest deadline that a client can set, seconds.")
     max_retries: int = Field(default=3, ge=0, le=16, description="How many times a request is retried after a worker fails.")

@@ -191,11 +191,9 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric("baton_router_slo_objective_seconds", "gauge", "seconds", ROUTER, "Objectives of the slo section.", {"objective": OBJECTIVES}),
     # The cluster, as the router sees it
+    Metric("baton_router_known_text_tokens_total", "counter", "tokens", ROUTER, "Prompt tokens that were known from an earlier turn."),
     Metric("baton_router_prefix_index_entries", "gauge", "entries", ROUTER, "Entries in the prefix index, each a worker and a block key."),
-    Metric(
-        "baton_router_prefix_index_refused_total", "counter", "entries", ROUTER,
-        "Entries that the prefix index did not keep because it was full.",
-    ),
+    Metric("baton_router_prefix_index_refused_total", "counter", "entries", ROUTER, "Entries that a full prefix index did not keep."),
     Metric(
         "baton_router_worker_usable", "gauge", "1", ROUTER,
         "1: the router sends requests to this worker. 0: it is down, draining, put aside, or serves something else.",

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.facts.fingerprint import tokenizer_fingerprint
 from router.chat_template import ChatTemplate
+from router.known_texts import KnownTexts
 from router.tokenizer import Tokenizer
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "user system assistant\n\nhello, world! <think>", "né 你好 😀 \n\n  |end|"] * 3
@@ -205,6 +206,17 @@ def test_contents_never_become_control_tokens(name: str, chat: str, messages: li
     tokenizer = OURS[name, chat]
     harmless = [(role, "a") for role, _ in messages]
     assert controls(tokenizer, tokenizer.render(messages)) == controls(tokenizer, tokenizer.render(harmless))
+
+
+@pytest.mark.parametrize("chat", TEMPLATES)
+@pytest.mark.parametrize("name", LIBRARY)
+@given(messages=chats(INJECTED))
+@settings(max_examples=40, deadline=None)
+def test_a_conversation_whose_texts_are_known_has_the_same_ids(name: str, chat: str, messages: list[tuple[str, str]]) -> None:
+    """Each turn sends the conversation so far; then it comes again, all of it known."""
+    tokenizer, texts_ = OURS[name, chat], KnownTexts(1 << 20, least_chars=0)
+    for turn in (*range(1, len(messages) + 1), len(messages)):
+        assert tokenizer.render(messages[:turn], known=texts_.of("")) == tokenizer.render(messages[:turn])
 
 
 def test_without_the_protection_a_content_becomes_a_control_token() -> None:
