@@ -106,62 +106,69 @@ class RouterProcess:
         config = self.config
         if config.telemetry.health_port is not None:  # first: it answers while the tokenizer is loaded
             await self._health_pages.start(config.telemetry.health_port)
-        public, admin = self._server(check_fields, config.router.connection_age_s), self._server(admit=self._guard.check)
-        self._public = public
-        self._health = public.health
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.path))
-        self._view = view = ClusterView({self._model_name: tokenizer.fingerprint})
-        model = view.models[self._model_name]
-        self._watch = watch = Watch(view, self._registry, self._workers, config.router.hang_s, outside_of(config))
-        self._admission = admission = Admission(config.router.max_inflight, config.router.max_queue, config.router.overload)
-        stalled = {"grpc": lambda: public.stalled, "http": lambda: sum(http.stalled for http in self._https)}
-        readers = gauges.Readers(lambda: self._workers.unread_bytes, stalled)
+        self._view = ClusterView({self._model_name: tokenizer.fingerprint})
+        self._watch = watch = Watch(self._view, self._registry, self._workers, config.router.hang_s, outside_of(config))
+        self._admission = Admission(config.router.max_inflight, config.router.max_queue, config.router.overload)
+        live = Live(self._view, watch, self._admission, self._journal, self._peers, self._record)
+        self._public, admin = self._server(check_fields, config.router.connection_age_s), self._server(admit=self._guard.check)
+        self._serve(tokenizer, watch)
+        door = AdminDoor(self._view, self._workers, watch, self._journal, live, self._peers, self._record, Joining(config))
+        worker_pb2_grpc.add_AdminServicer_to_server(door, admin.grpc)
+        await self._open_doors(tokenizer, admin, live)
+        acting = {"watch": watch.run(), "peers": self._peers.run(self._admission), "live": live.run(), "pulse": pulse.beat()}
+        for name, loop in (acting | self._own_loops()).items():
+            self._tasks.start(loop, name)
+        self.stage = move(self.stage, "ready")
+        log.info("router ready on %s, model %s", ", ".join(f"{k} {v}" for k, v in self._endpoints.items()), self._model_name)
+
+    def _serve(self, tokenizer: Tokenizer, watch: Watch) -> None:
+        """What answers a request, from the service to the workers, and its metrics."""
+        config, model = self.config, self._view.models[self._model_name]
         dispatcher = Dispatcher(model, self._workers, config.router, max_queue=config.engine.max_queue)
-        gauges.tell(self._book, view, admission, watch, self._tracer, readers, dispatcher.conduct)
         self.service = GenerateService(
             model=model,
             text=self._text(tokenizer),
             dispatcher=dispatcher,
-            admission=admission,
+            admission=self._admission,
             config=config.router,
             journal=self._journal,
             draws=Draws(lambda: secrets.randbits(63), draw_id),
             tenancy=self._tenancy(),
         )
         self._closers.callback(self.service.close)
+        stalled = {"grpc": lambda: self._public.stalled, "http": lambda: sum(http.stalled for http in self._https)}
+        readers = gauges.Readers(lambda: self._workers.unread_bytes, stalled)
+        gauges.tell(self._book, self._view, self._admission, watch, self._tracer, readers, dispatcher.conduct)
         gauges.tell_texts(self._book, self.service.texts)
+
+    async def _open_doors(self, tokenizer: Tokenizer, admin: Server, live: Live) -> None:
+        """Binds and opens the public doors, the admin's, the page and the metrics."""
+        config, public = self.config, self._public
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(self.service, self._keys, self._budget), public.grpc)
         offered = config.router.reflection
         if offered or (offered is None and not self._keys):
             reflection.offer((SERVICE, "grpc.health.v1.Health"), public.grpc)
-        self.address = public.bind(config.router.port)
-        admin_address = admin.bind(config.router.admin_port)
-        metrics, serving = self._metrics.answer if config.telemetry.metrics else None, lambda: bool(view.decode_workers())
-        http_door = HttpDoor(self.service, tokenizer, self._keys, config.router, serving, draw_id, metrics, self._budget)
+        self.address, admin_address = public.bind(config.router.port), admin.bind(config.router.admin_port)
+        metrics, serving = self._metrics.answer if config.telemetry.metrics else None, lambda: bool(self._view.decode_workers())
+        door = HttpDoor(self.service, tokenizer, self._keys, config.router, serving, draw_id, metrics, self._budget)
         self._closers.push_async_callback(self._tasks.close)
-        http = self._http(allow_origins(http_door, config.router.cors_origins))
-        http_address = http.bind(config.router.http_port)
-        live = Live(view, watch, admission, self._journal, self._peers, self._record)
-        page = self._http(Page(live, http_door, self._keys, config.cluster.host))
-        page_address = page.bind(config.router.page_port)
+        http, page = (
+            self._http(allow_origins(door, config.router.cors_origins)),
+            self._http(Page(live, door, self._keys, config.cluster.host)),
+        )
+        http_address, page_address = http.bind(config.router.http_port), page.bind(config.router.page_port)
         endpoints = self._endpoints
         endpoints |= {"grpc": self.address, "http": http_address, "admin": admin_address, "page": page_address}
         if config.telemetry.metrics:
             endpoints["metrics"] = await self._metrics.start(config.telemetry.metrics_port)
         if config.telemetry.health_port is not None:
             endpoints["health"] = self._health_pages.address
-        door = AdminDoor(view, self._workers, watch, self._journal, live, self._peers, self._record, Joining(config))
-        worker_pb2_grpc.add_AdminServicer_to_server(door, admin.grpc)
         await public.health.set("liveness", health_pb2.HealthCheckResponse.SERVING)  # as long as the process answers
         await public.start()
         await admin.start()
         http.start(self._tasks)
         page.start(self._tasks)
-        acting = {"watch": watch.run(), "peers": self._peers.run(admission), "live": live.run(), "pulse": pulse.beat()}
-        for name, loop in (acting | self._own_loops()).items():
-            self._tasks.start(loop, name)
-        self.stage = move(self.stage, "ready")
-        log.info("router ready on %s (HTTP %s, admin %s), model %s", self.address, http_address, admin_address, model.name)
 
     def _text(self, tokenizer: Tokenizer) -> ModelText:
         model = self.config.model
@@ -281,4 +288,4 @@ class RouterProcess:
     async def _set_health(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", SERVICE, "readiness"):
-            await self._health.set(name, status)
+            await self._public.health.set(name, status)
