@@ -64,30 +64,16 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 def read_config(path: Path) -> ModelConfig:
     """Reads config.json in the folder `path`, and the end tokens from all files that name some. Raises CheckpointError."""
     f = Fields.read(path / "config.json")
-    names = f.get("architectures")
-    if isinstance(names, list) and len(names) > 1:
-        raise f.error("architectures", f"names {len(names)} architectures: {names!r}; a folder holds one model")
-    if not isinstance(names, list) or not names or names[0] not in SUPPORTED:
-        raise f.error("architectures", f"{names!r} is not supported; supported: {', '.join(SUPPORTED)}")
-    family = FAMILIES[names[0]]
+    family = FAMILIES[architecture := _architecture(f)]
     _refuse_unsupported(f, family)
     heads, hidden, layers = (f.size(name) for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     latent = _latent(f, family, heads) if family.latent else None
-    if latent:
-        kv_heads, head_dim = 1, latent.rank + latent.rope_dim
-    else:
-        kv_heads = f.size("num_key_value_heads", heads if family.multi_head else None)
-        head_dim = f.size("head_dim", family.head_dim or hidden // heads)
-    if heads % kv_heads:
-        raise f.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
-    if head_dim % 2:
-        raise f.error("head_dim", f"must be even for rotary embeddings, got {head_dim}")
+    kv_heads, head_dim = _kv_shape(f, family, heads, hidden, latent)
     sliding = _sliding_layers(f, family, layers)
     ropes = _ropes(f, family, sliding, latent.rope_dim if latent else head_dim)
-    max_positions = context_length(f).value
-    attention_bias = family.attention_bias and f.flag("attention_bias")
+    max_positions, attention_bias = context_length(f).value, family.attention_bias and f.flag("attention_bias")
     return ModelConfig(
-        architecture=names[0],
+        architecture=architecture,
         hidden=hidden,
         layers=layers,
         heads=heads,
@@ -115,6 +101,29 @@ def read_config(path: Path) -> ModelConfig:
         experts=_experts(f, family, layers) if family.experts else None,
         draft_layers=_either(f, "num_nextn_predict_layers", "num_mtp_layers", 1, least=0) if family.experts == "deepseek3" else 0,
     )
+
+
+def _architecture(f: Fields) -> str:
+    names = f.get("architectures")
+    if isinstance(names, list) and len(names) > 1:
+        raise f.error("architectures", f"names {len(names)} architectures: {names!r}; a folder holds one model")
+    if not isinstance(names, list) or not names or names[0] not in SUPPORTED:
+        raise f.error("architectures", f"{names!r} is not supported; supported: {', '.join(SUPPORTED)}")
+    return str(names[0])
+
+
+def _kv_shape(f: Fields, family: Family, heads: int, hidden: int, latent: LatentConfig | None) -> tuple[int, int]:
+    """The number of heads that have KV, and the dimension of each."""
+    if latent:
+        kv_heads, head_dim = 1, latent.rank + latent.rope_dim
+    else:
+        kv_heads = f.size("num_key_value_heads", heads if family.multi_head else None)
+        head_dim = f.size("head_dim", family.head_dim or hidden // heads)
+    if heads % kv_heads:
+        raise f.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
+    if head_dim % 2:
+        raise f.error("head_dim", f"must be even for rotary embeddings, got {head_dim}")
+    return kv_heads, head_dim
 
 
 def _refuse_unsupported(f: Fields, family: Family) -> None:

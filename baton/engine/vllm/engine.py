@@ -382,6 +382,11 @@ def _start(options: Options, link: Host) -> Started:
     except Exception as error:
         raise BuildError(f"engine.vllm: vLLM does not start: {link.refusal or error}") from error
     (pool,) = pools
+    return Started(llm, pool, *_facts(llm, pool, options))
+
+
+def _facts(llm: Any, pool: KvPool, options: Options) -> tuple[Traits, Bounds]:
+    """Of a vLLM that runs."""
     model, cache = llm.model_config, llm.vllm_config.cache_config
     eos = frozenset(end_tokens(options.path))
     traits = Traits(
@@ -394,7 +399,7 @@ def _start(options: Options, link: Host) -> Started:
         lends=False,
     )
     bounds = Bounds(traits.max_num_seqs, options.engine.limits.max_queue, traits.max_model_len, model.get_vocab_size(), eos)
-    return Started(llm, pool, traits, bounds)
+    return traits, bounds
 
 
 def _check_platform(options: Options, platform: Any) -> None:
