@@ -153,6 +153,7 @@ Event = Accepted | Pieces | Finished
 Part = Accepted | Piece | Finished
 T = TypeVar("T")
 _LIMITS = Limits()
+NOTHING = Recommended()
 
 
 class GenerateService:
@@ -209,7 +210,8 @@ class GenerateService:
         with self._journal.open(operation, ask.request_id, ask.traceparent, ask.tenant, tracestate=ask.tracestate) as entry:
             if self.draining:
                 raise BatonError(Reason.DRAINING, "this router is draining")
-            ask = replace(ask, sampling=recommend(ask.sampling, self._recommended))
+            if self._recommended != NOTHING:
+                ask = replace(ask, sampling=recommend(ask.sampling, self._recommended))
             self._check(ask)
             entry.deadline = deadline = loop_time() + self._clamp(timeout_s)
             if deadline <= loop_time():
@@ -271,7 +273,8 @@ class GenerateService:
             entry.request, entry.trace.step = request, ""
             async with self._charged(ask.tenant, plan), aclosing(self._run(request, text)) as events:
                 # What the client sends back to go on: its own form, not the one that follows from tools and thinking.
-                told = replace(request.params, structured=ask.sampling.structured)
+                told, form = request.params, ask.sampling.structured
+                told = told if told.structured is form else replace(told, structured=form)
                 facts = (request.id, self.model_name, request.prompt_len, told)
                 yield Accepted(*facts, plan.stops, plan.receipt, request.resumed, text.shown, plan.relaxed)
                 async for event in events:
@@ -362,8 +365,9 @@ class GenerateService:
     def _transcript(
         self, ask: Ask, prompt: Sequence[int], params: SamplingParams, stops: Sequence[str], id_of: Callable[[int], str]
     ) -> Transcript:
-        end = self._tokenizer.spelled(prompt[-TAIL:])
-        format = self._forms.format(ask.setting, end, id_of) if ask.messages is not None else None
+        format = None
+        if ask.messages is not None:
+            format = self._forms.format(ask.setting, self._tokenizer.spelled(prompt[-TAIL:]), id_of)
         if format is None:
             return Transcript(self._tokenizer, prompt, params, stops)
         return Transcript(self._tokenizer, prompt, params, stops, Reader(format), self._forms.marks)

@@ -9,6 +9,7 @@ depend on what happens to be cached. Standard library only: the router computes 
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 MAX_EVENT_KEYS = 1024  # of one event of the prefix cache: a reader applies an event in one piece
@@ -17,6 +18,7 @@ KEY_BYTES = 16
 MEDIA = DEVICE, HOST, DISK, REMOTE = "device", "host", "disk", "remote"
 
 
+@lru_cache(maxsize=1024)  # a request asks several times
 def root_key(model_fingerprint: str, salt: str = "", adapter: str = "") -> bytes:
     """The parent of every first block. Fields are length-prefixed, so no two triples share an encoding."""
     digest = blake2b(digest_size=KEY_BYTES, person=b"baton.block.root")
