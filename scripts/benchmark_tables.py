@@ -159,6 +159,31 @@ def doors() -> str:
     return markdown(["", *found], [[name, *cells] for name, cells in rows.items()])
 
 
+def big_prompts() -> str:
+    found = load("big_prompts")
+    loads = {f"{count} at once": one for count, one in found["clients"].items()}
+    loads |= {f"{rate} a second": one for rate, one in found["rates"].items()}
+    table = []
+    for name, one in loads.items():
+        cells = (one["requests"], one["requests/s"], *one["queue ms"].values(), one["gap ms"]["P99"], one["gap ms"]["longest"])
+        table.append([name, *map(number, cells)])
+    heads = ["load", "requests", "requests/s", "router's own time, P50, ms", "P99, ms", "gaps of a stream beside, P99, ms", "longest, ms"]
+    return markdown(heads, table)
+
+
+def big_turns() -> str:
+    cells = ("first_cpu_ms", "later_cpu_ms", "first_queue_ms", "later_queue_ms")
+    table = [[mib, *(spread(one[cell]) for cell in cells)] for mib, one in load("big_prompts")["turns"].items()]
+    heads = [
+        "`router.known_texts_mib`",
+        "router's CPU, first turn, ms",
+        "later turns, ms",
+        "router's own time, first turn, ms",
+        "later turns, ms",
+    ]
+    return markdown(heads, table)
+
+
 def grpc_servers() -> str:
     found = load("grpc_servers")["servers"]
     table = [[f"`{name}`", spread(one["request_ms"]), spread(one["message_us"])] for name, one in found.items()]
@@ -308,12 +333,26 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "overload": ("overload", lambda: overload("overload", "toy")),
     "overload-tale": ("overload-tale", lambda: overload("overload-tale", "tale")),
     "observability-live": ("observability", observability_live),
+    "big_turns": ("big_prompts", big_turns),
     "prefill_profile": ("prefill_profile", lambda: prefill_profile("prefill_profile")),
     "prefill_profile-amx": ("prefill_profile-amx", lambda: prefill_profile("prefill_profile-amx")),
 }
 TABLES |= {
     make.__name__: (make.__name__, make)
-    for make in (silence, handoff, kv_network, serving, live, conversation, doors, grpc_servers, stalled_readers, routers, loop_turns)
+    for make in (
+        silence,
+        handoff,
+        kv_network,
+        serving,
+        live,
+        conversation,
+        doors,
+        big_prompts,
+        grpc_servers,
+        stalled_readers,
+        routers,
+        loop_turns,
+    )
 }
 TABLES |= {
     make.__name__: (make.__name__, make)
