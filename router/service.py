@@ -410,7 +410,7 @@ class GenerateService:
     async def _off_loop(self, long: bool, deadline: float, function: Callable[..., T], *arguments: Any) -> T:
         """Calls `function`, if it takes `long` in a thread."""
         if long:
-            return await self._pool.run(function, *arguments, within_s=deadline - loop_time())
+            return await self._pool.run(function, *arguments, within_s=deadline - loop_time(), begun=True)
         return function(*arguments)
 
     @asynccontextmanager
