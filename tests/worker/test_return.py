@@ -260,6 +260,7 @@ async def at_the_door(p: Pair, prompt: list[int], timeout_s: float) -> worker_pb
     stream = PrefillDoor(p.prefill, ME, Prompts()).Session(commands(), None)
     assert isinstance(stream, AsyncGenerator)
     async with aclosing(stream):
+        event: worker_pb2.PrefillEvent
         (event,) = (await anext(stream)).events
         return event
 
