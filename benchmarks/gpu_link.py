@@ -34,10 +34,10 @@ def open_side(kind: str, name: str, blocks: int) -> tuple[Any, Transport]:
     """A pool filled with noise, and its transport."""
     seed = len(name)
     if kind == "cuda_ipc":
-        from baton.engine.gpu.pool import DevicePool
+        from baton.engine.gpu.pool import DevicePool, rows
 
         torch.manual_seed(seed)
-        pool: Any = DevicePool(LAYOUT, torch.randn(blocks + 1, *LAYOUT.block_shape, device="cuda", dtype=torch.bfloat16))
+        pool: Any = DevicePool(LAYOUT, torch.randn(rows(LAYOUT, blocks), *LAYOUT.block_shape, device="cuda", dtype=torch.bfloat16))
         torch.cuda.synchronize()
     else:
         pool = KvPool(LAYOUT, blocks)

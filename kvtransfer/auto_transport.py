@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from baton.cluster.errors import BatonError
 from kvtransfer.tcp_transport import TcpTransport
-from kvtransfer.transport import Transport, transfer_failed
+from kvtransfer.transport import Route, Transport, transfer_failed
 
 log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
@@ -52,9 +52,9 @@ class AutoTransport:
             raise transfer_failed(f"{peer} is not connected")
         chosen.read(peer, remote, local, timeout)
 
-    def carrier(self, peer: str) -> str:
+    def route(self, peer: str) -> Route | None:
         chosen = self._chosen.get(peer)
-        return chosen.carrier(peer) if chosen else ""
+        return chosen.route(peer) if chosen else None
 
     def disconnect(self, peer: str) -> None:
         chosen = self._chosen.pop(peer, None)

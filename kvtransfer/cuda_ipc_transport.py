@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from baton.engine.core.kvcache import KvLayout
-from kvtransfer.transport import ReadPending, check_blocks, seal, transfer_failed, unseal
+from kvtransfer.transport import ReadPending, Registered, Route, check_blocks, seal, transfer_failed, unseal
 
 POLL_S = 0.0001
+READ_BYTES = 256 << 20  # copied in the time that it takes to begin a few copies
 CLOSE_TIMEOUT_S = 5.0
 MAGIC = b"baton-cuda-ipc/1"
 HEAD = struct.Struct("<QQ16s")  # blocks, bytes of a block, name of the presence
@@ -32,11 +32,8 @@ SHARED = Path("/dev/shm")
 PREFIX = "baton-kv-"
 
 
-class DeviceMemory(Protocol):
+class DeviceMemory(Registered, Protocol):
     """A pool on a device: `baton.engine.gpu.pool.DevicePool`."""
-
-    layout: KvLayout
-    num_blocks: int
 
     def share(self) -> bytes:
         """What another process on this machine gives to `open`."""
@@ -138,7 +135,7 @@ class CudaIpcTransport:
             self._presence = Presence()
         except Exception as error:
             raise transfer_failed(f"the memory of this device cannot be shared: {error}") from error
-        self._address = _Address(pool.num_blocks, pool.layout.block_bytes, self._presence.name, shared).pack()
+        self._address = _Address(pool.region.blocks, pool.layout.block_bytes, self._presence.name, shared).pack()
 
     def address(self) -> bytes:
         return self._address
@@ -167,7 +164,7 @@ class CudaIpcTransport:
             link = self._links.get(peer)
             if link is None:
                 raise transfer_failed(f"not connected to {peer}")
-            check_blocks(remote, link.num_blocks, local, self._pool.num_blocks)
+            check_blocks(remote, link.num_blocks, local, self._pool.region.blocks)
             self._require_alive(peer, link)
             if not remote:
                 return
@@ -191,8 +188,8 @@ class CudaIpcTransport:
             if self._links.get(peer) is link:
                 self._require_alive(peer, link)
 
-    def carrier(self, peer: str) -> str:
-        return self.name
+    def route(self, peer: str) -> Route:
+        return Route("cuda_ipc", through_host=False, read_bytes=READ_BYTES)
 
     def disconnect(self, peer: str) -> None:
         with self._lock:

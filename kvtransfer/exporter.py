@@ -32,6 +32,7 @@ class Export:
         self.alive = True
         self.complete = False
         self.block_ids: list[int] = []
+        self.on_host = 0  # how many of them, from the first on, those can read that go through the host
         self.digests = bytearray()
         self._exporter = exporter
         self._num_blocks = -(-(handle.end - handle.start) // exporter.pool.layout.block_size)
@@ -57,6 +58,13 @@ class Export:
         self._digesting.add_done_callback(self._completed)
         return True
 
+    async def expose(self) -> None:
+        """Brings all blocks that are ready to where readers find them that go through the host."""
+        ready = len(self.block_ids)
+        if self.on_host < ready:
+            await self._exporter.expose(self.block_ids[self.on_host : ready])
+            self.on_host = max(self.on_host, ready)
+
     async def wait_beyond(self, first: int, timeout_s: float) -> None:
         """Waits until more than `first` blocks are ready, the range is complete, the lease has ended, or the time is up."""
         try:
@@ -78,9 +86,14 @@ class Export:
     async def _digest(self) -> None:
         while len(self.block_ids) < len(self._wanted):
             fresh = self._wanted[len(self.block_ids) :]
+            exposed = self._exporter.through_host
+            if exposed:
+                await self._exporter.expose(fresh)
             digests = await self._exporter.digest(fresh)
             if not self.alive:
                 return
+            if exposed and self.on_host == len(self.block_ids):
+                self.on_host += len(fresh)
             # Only in the last piece: the holder still computes with the KV of earlier pieces, so its own tokens would be wrong, too.
             if len(self.block_ids) + len(fresh) == self._num_blocks and failpoint("kv.exported"):
                 self._exporter.pool.flip(fresh[0])
@@ -114,6 +127,8 @@ class Exporter:
         self.worker = worker
         self.incarnation = incarnation
         self.pool = pool
+        # Whether all blocks are exposed as soon as they are ready. If peers may reach them otherwise, only from the first on that cannot.
+        self.through_host = not pool.direct
         self._address = address
         self._key = key
         self._clock = clock
@@ -161,20 +176,22 @@ class Exporter:
     async def digest(self, block_ids: Sequence[int]) -> bytes:
         """Returns DIGEST_BYTES for each block. Computes in a thread where the event loop would be blocked for too long."""
         if at_once(self.pool, len(block_ids)):
-            return self._offer(block_ids)
-        return await asyncio.to_thread(self._offer, block_ids)
+            return self.pool.digests(block_ids)
+        return await asyncio.to_thread(self.pool.digests, block_ids)
 
-    def _offer(self, block_ids: Sequence[int]) -> bytes:
-        self.pool.expose(block_ids)
-        return self.pool.digests(block_ids)
+    async def expose(self, block_ids: Sequence[int]) -> None:
+        """See `Pool.expose`."""
+        if self.pool.waits:
+            await asyncio.to_thread(self.pool.expose, block_ids)
 
     def handshake(self, theirs: KvLayout) -> None:
         """Raises BatonError(HANDSHAKE_MISMATCH) naming the field in which a reader's KV differs from ours."""
         check_layout(self.pool.layout, theirs)
 
-    async def piece(self, handle: KvHandle, request_id: str, first: int, wait_s: float) -> Piece:
+    async def piece(self, handle: KvHandle, request_id: str, first: int, wait_s: float, direct: bool = False) -> Piece:
         """Returns the blocks of the range that are ready, from the `first` on. If there are none, waits up to `wait_s` for one. Renews the
-        lease before and after the wait. Raises BatonError(LEASE_REFUSED or LEASE_EXPIRED)."""
+        lease before and after the wait. `direct`: the reader does not go through the host. Raises BatonError(LEASE_REFUSED or
+        LEASE_EXPIRED)."""
         self.renew(handle, request_id)
         export = self._exports[handle.lease_id]
         if first < 0:
@@ -182,13 +199,18 @@ class Exporter:
         if not export.complete and len(export.block_ids) <= first:
             await export.wait_beyond(first, min(wait_s, MAX_WAIT_S))
             self.renew(handle, request_id)
+        if not direct and export.on_host < len(export.block_ids):
+            self.through_host = True
+            await export.expose()
+            self.renew(handle, request_id)
+        end = len(export.block_ids) if direct else export.on_host
         piece = Piece(
             lease_id=handle.lease_id,
             request_id=request_id,
             first=first,
-            block_ids=tuple(export.block_ids[first:]),
-            digests=bytes(export.digests[first * DIGEST_BYTES :]),
-            complete=export.complete,
+            block_ids=tuple(export.block_ids[first:end]),
+            digests=bytes(export.digests[first * DIGEST_BYTES : end * DIGEST_BYTES]),
+            complete=export.complete and end == len(export.block_ids),
             ttl_ms=int(self._leases.ttl * 1000),
         )
         return piece.sealed(self._key)

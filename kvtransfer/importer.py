@@ -25,7 +25,7 @@ from baton.engine.core.kvcache import DIGEST_BYTES, KvLayout, Pool
 from kvtransfer.digest import at_once, mismatches
 from kvtransfer.exporter import check_layout
 from kvtransfer.handle import KvHandle, Piece, Wish
-from kvtransfer.transport import ReadPending, Transport, transfer_failed
+from kvtransfer.transport import ReadPending, Route, Transport, transfer_failed
 
 log = logging.getLogger(__name__)
 READERS = 4  # concurrent reads; each blocks a thread
@@ -49,8 +49,9 @@ class Peer(Protocol):
 
     async def handshake(self, layout: KvLayout, transport: str) -> PeerFacts: ...
 
-    async def piece(self, handle: KvHandle, first: int, wait_s: float) -> Piece:
-        """Returns the ready blocks of the range, from the `first` on. If there are none, waits up to `wait_s` for one. Renews the lease."""
+    async def piece(self, handle: KvHandle, first: int, wait_s: float, direct: bool) -> Piece:
+        """Returns the ready blocks of the range, from the `first` on. If there are none, waits up to `wait_s` for one. Renews the lease.
+        `direct`: they need not be in the host's memory."""
         ...
 
     async def renew(self, handle: KvHandle) -> float:
@@ -105,6 +106,15 @@ class Importer:
     @property
     def quarantined_blocks(self) -> int:
         return sum(self._quarantine.values())
+
+    def probed(self) -> dict[str, float]:
+        """By what carries KV now, the lowest of the rates that probes measured at connect, bytes/s."""
+        names = [peer_name(*identity) for identity, task in self._handshakes.items() if task.done()]
+        rates: dict[str, float] = {}
+        for route in filter(None, map(self.transport.route, names)):
+            if route.rate:
+                rates[route.carrier] = min(route.rate, rates.get(route.carrier, route.rate))
+        return rates
 
     def open(self, handle: KvHandle, request_id: str, live: Callable[[], bool] = lambda: False) -> "Fetch":
         """`live`: whether the prompt is still being computed, asked whenever blocks have moved.
@@ -274,9 +284,12 @@ class Fetch:
             started = self._now()
             name = await self._importer.shake_hands(self.handle, self._peer)
             self.report.connect_ms += (self._now() - started) * 1000
-            self.report.transport = self._importer.transport.carrier(name)
+            route = self._importer.transport.route(name)
+            if route is None:
+                raise transfer_failed(f"not connected to {name}")
+            self.report.transport = route.carrier
             async with self._importer.reading(self.handle):
-                await self._read_pieces(name, blocks, skip)
+                await self._read_pieces(name, route, blocks, skip)
         failpoint("kv.before_check")
         started = self._now()
         was_held = await self._peer.release(self.handle)
@@ -291,19 +304,19 @@ class Fetch:
         except BatonError as error:
             log.debug("cannot release lease %d: %s", self.handle.lease_id, error)
 
-    async def _read_pieces(self, name: str, blocks: Sequence[int], skip: int) -> None:
+    async def _read_pieces(self, name: str, route: Route, blocks: Sequence[int], skip: int) -> None:
         """Copies the blocks in order. The digests of one copy are compared while the next is under way."""
         pool = self._importer.pool
-        step = max(1, pool.read_bytes // pool.layout.block_bytes)
+        step = max(1, (route.read_bytes or pool.read_bytes) // pool.layout.block_bytes)
         done, comparing = 0, None
         try:
             while done < len(blocks):
-                piece = await self._next_piece(skip + done)
+                piece = await self._next_piece(skip + done, not route.through_host)
                 failpoint("kv.before_read")
                 for at in range(0, len(piece.block_ids), step):
                     remote = piece.block_ids[at : at + step]
                     local = blocks[done : done + len(remote)]
-                    await self._copy(name, remote, local)
+                    await self._copy(name, route, remote, local)
                     done += len(remote)
                     await self._compared(comparing)
                     digests = piece.digests[at * DIGEST_BYTES : (at + len(remote)) * DIGEST_BYTES]
@@ -314,12 +327,12 @@ class Fetch:
                 comparing.cancel()
                 await asyncio.gather(comparing, return_exceptions=True)
 
-    async def _next_piece(self, first: int) -> Piece:
+    async def _next_piece(self, first: int, direct: bool) -> Piece:
         """Returns a piece with at least one block. Waits for the holder until the caller gives up."""
         wait_s = min(PIECE_WAIT_S, self.handle.ttl_ms / 3000)
         while True:
             asked = self._now()
-            piece = await self._peer.piece(self.handle, first, wait_s)
+            piece = await self._peer.piece(self.handle, first, wait_s, direct)
             piece.verify(self._importer.key, self.handle)
             self._alive_until = asked + piece.ttl_ms / 1000
             end = first + len(piece.block_ids)
@@ -330,23 +343,24 @@ class Fetch:
             if piece.block_ids:
                 return piece
 
-    async def _copy(self, name: str, remote: Sequence[int], local: Sequence[int]) -> None:
+    async def _copy(self, name: str, route: Route, remote: Sequence[int], local: Sequence[int]) -> None:
         started = self._now()
-        self._reading = self._importer.readers.submit(self._read_now, name, remote, local)
+        self._reading = self._importer.readers.submit(self._read_now, name, route, remote, local)
         await asyncio.wrap_future(self._reading)
         self.report.read_ms += (self._now() - started) * 1000
         self.report.note_moved(len(remote), len(remote) * self._importer.pool.layout.block_bytes, self._live())
         if failpoint("kv.copied"):
             self._importer.pool.flip(local[0])
 
-    def _read_now(self, name: str, remote: Sequence[int], local: Sequence[int]) -> None:
+    def _read_now(self, name: str, route: Route, remote: Sequence[int], local: Sequence[int]) -> None:
         """Runs in a reader thread. Checks the lease only now, because it was renewed while the read waited for the thread."""
         importer, handle = self._importer, self.handle
         left = self._alive_until - self._now()
         if importer.checks.lease and left <= 0:
             raise BatonError(Reason.LEASE_EXPIRED, f"lease {handle.lease_id} of {handle.worker} ended before the read began")
         importer.transport.read(name, remote, local, min(importer.read_timeout_s, max(0.001, left * 0.9)))
-        importer.pool.take_in(local)  # in this thread: until it ends, the blocks are not settled
+        if route.through_host:
+            importer.pool.take_in(local)  # in this thread: until it ends, the blocks are not settled
         if importer.checks.lease and self._now() > self._alive_until:
             raise BatonError(Reason.LEASE_EXPIRED, f"the read outlasted lease {handle.lease_id} of {handle.worker}")
 

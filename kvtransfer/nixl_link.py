@@ -17,31 +17,32 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from baton.engine.core.kvcache import Region
 from baton.moves import Moves
 from kvtransfer.transport import seal, unseal
 
-MAGIC = b"baton-nixl/1\r\n\0\0"
-POOL = struct.Struct("<QQQ")
+MAGIC = b"baton-nixl/2\r\n\0\0"
+POOL = struct.Struct("<QQQ4sI")
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Sealed: the first three fields, the metadata."""
+    """Sealed: where the peer's pool is, the metadata."""
 
-    pool: int  # virtual address of the peer's block 0
-    num_blocks: int
+    region: Region
     block_bytes: int
     metadata: bytes  # of the NIXL agent
 
     def pack(self) -> bytes:
-        return seal(MAGIC, POOL.pack(self.pool, self.num_blocks, self.block_bytes) + self.metadata)
+        place = self.region
+        return seal(MAGIC, POOL.pack(place.address, place.blocks, self.block_bytes, place.kind.encode(), place.device) + self.metadata)
 
     @classmethod
     def parse(cls, data: bytes) -> "Address":
         """Raises BatonError(TRANSFER_FAILED) for data that `pack` did not make: UCX trusts its input, and bad input may crash it."""
         rest = unseal(MAGIC, data, POOL.size, "NIXL")
-        pool, num_blocks, block_bytes = POOL.unpack_from(rest)
-        return cls(pool, num_blocks, block_bytes, rest[POOL.size :])
+        address, blocks, block_bytes, kind, device = POOL.unpack_from(rest)
+        return cls(Region(address, blocks, kind.decode("ascii", "replace"), device), block_bytes, rest[POOL.size :])
 
 
 class LinkState(Enum):

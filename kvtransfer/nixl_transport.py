@@ -9,8 +9,10 @@ How NIXL 1.5 behaves, and what we do about it:
 - Transfers cannot be cancelled, and a released handle reports DONE while its bytes still land. If a read runs out of time, we keep its
   handle until it is really done or its connection is closed; until then its ReadPending is not settled.
 - A READ over TCP is emulated: the peer's UCX sends the bytes, and aborts its whole process if the connection breaks before it has
-  begun to send. A reader that dies would kill the worker that it reads from. Such links are refused unless `allow_tcp` is set;
-  `kvtransfer.tcp_transport` is three times as fast there.
+  begun to send. A reader that dies would kill the worker that it reads from. So UCX is told to emulate nothing, and such links are
+  refused, unless `allow_tcp` is set; `kvtransfer.tcp_transport` is three times as fast there.
+- Memory of a device is VRAM to NIXL, with the device's index in each descriptor. UCX reads it by RDMA or CUDA IPC; anything else would be
+  emulated. Two pools of different kinds do not read each other: which of the copies UCX can make depends on the machine.
 - A peer's descriptors must outlive every handle made from them. So a disconnected peer is dropped only when its last read has ended.
 - Unless NIXL locks everything (STRICT), arriving notifications race with progress. Our own lock around every call has the same effect;
   threads wait for it without holding the interpreter lock, and it covers our tables, too.
@@ -29,10 +31,10 @@ from typing import Any
 
 import numpy as np
 
-from baton.engine.core.kvcache import KvPool
+from baton.engine.core.kvcache import Region
 from kvtransfer.nixl_link import Address, Link, LinkState, Read, ReadState
-from kvtransfer.transport import ReadPending, check_blocks, transfer_failed
-from kvtransfer.ucx import Ucx, devices_of, uses_rdma
+from kvtransfer.transport import ReadPending, Registered, Route, check_blocks, transfer_failed
+from kvtransfer.ucx import ON_DEVICES, ONE_SIDED, Ucx, devices_of, is_one_sided, uses_rdma
 from kvtransfer.ucx import environment as ucx_environment
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,9 @@ PROBE_BYTES = 64  # read on connect, because the first transfer sets up the conn
 PROBE_S, PROBES = 0.2, 8  # minimum time and count to rule out a copy in memory
 INLINE_RUN = 6  # probes in a row that were done at once show one. One alone may be an answer over TCP, if this thread lost its core
 
+GONE = "nixlRemoteDisconnectError"
+NOT_ALONE = "; it has ended, or UCX reaches it only over TCP, which is not safe: configure the tcp transport"
+
 
 class _State(Enum):
     GOING = auto()
@@ -60,7 +65,8 @@ class NixlTransport:
     `host` and, except on loopback, on RDMA devices. `allow_tcp` permits links over UCX's TCP; see above. `in_memory_only` permits no link
     that leaves this host: NIXL encrypts nothing.
 
-    Raises ImportError if NIXL is missing, BatonError(TRANSFER_FAILED) if UCX does not start with these settings.
+    Raises ImportError if NIXL is missing, BatonError(TRANSFER_FAILED) if UCX does not start with these settings or cannot register the
+    memory.
     """
 
     name = "nixl"
@@ -68,14 +74,15 @@ class NixlTransport:
     def __init__(
         self,
         agent_name: str,
-        pool: KvPool,
+        pool: Registered,
         host: str,
         *,
         ucx: Ucx | None = None,
         allow_tcp: bool = False,
         in_memory_only: bool = False,
     ) -> None:
-        self._pool = pool
+        self._region = region = pool.region
+        self._block_bytes = pool.layout.block_bytes
         self._name = agent_name
         self._lock = threading.Lock()  # held around every call into NIXL; also guards all tables below
         self._links: dict[str, Link] = {}
@@ -84,16 +91,16 @@ class NixlTransport:
         ucx = ucx or Ucx()
         devices = ucx.net_devices or devices_of(host)
         settings = {"UCX_TLS": ucx.tls, "UCX_NET_DEVICES": devices, "UCX_TCP_PORT_RANGE": ucx.port_range}
-        with ucx_environment(settings) as self._settings:
+        ours = ({} if allow_tcp else ONE_SIDED) | (ON_DEVICES if region.kind == "VRAM" else {})
+        with ucx_environment(settings | ours) as self._settings:
             self._agent = _start_agent(agent_name, self._settings)
         self._allow_tcp = allow_tcp
         self._in_memory_only = in_memory_only
         self._rdma = uses_rdma(self._settings)
-        self._probe = np.zeros(PROBE_BYTES, dtype=np.uint8)
-        regions = [(pool.address, pool.nbytes, 0, ""), (self._probe.ctypes.data, PROBE_BYTES, 0, "")]
-        self._memory = self._agent.register_memory(regions, "DRAM")
-        self._blocks = self._descriptors("NIXL_INIT_AGENT", pool.address, pool.num_blocks)
-        self._address = Address(pool.address, pool.num_blocks, pool.layout.block_bytes, self._agent.get_agent_metadata()).pack()
+        self._probe = np.zeros(0 if region.spare else PROBE_BYTES, dtype=np.uint8)
+        self._register()
+        self._blocks = self._descriptors("NIXL_INIT_AGENT", region)
+        self._address = Address(region, self._block_bytes, self._agent.get_agent_metadata()).pack()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._progress, name="kv-nixl-progress", daemon=True)
         self._thread.start()
@@ -109,8 +116,10 @@ class NixlTransport:
 
     def connect(self, peer: str, address: bytes) -> None:
         target = Address.parse(address)
-        if target.block_bytes != self._pool.layout.block_bytes:
-            raise transfer_failed(f"blocks have {target.block_bytes} bytes at {peer}, {self._pool.layout.block_bytes} here")
+        if target.block_bytes != self._block_bytes:
+            raise transfer_failed(f"blocks have {target.block_bytes} bytes at {peer}, {self._block_bytes} here")
+        if target.region.kind != self._region.kind:
+            raise transfer_failed(f"the pool of {peer} is {target.region.kind}, and the one here {self._region.kind}")
         with self._lock:
             self._require_open()
             link = self._links.get(peer)
@@ -121,7 +130,8 @@ class NixlTransport:
             if link.state is LinkState.OPENING:
                 self._open(link)
         if not link.usable:
-            raise transfer_failed(f"cannot connect to {peer}: {link.why}")
+            hint = NOT_ALONE if GONE in link.why and is_one_sided(self._settings) else ""
+            raise transfer_failed(f"cannot connect to {peer}: {link.why}{hint}")
 
     def read(self, peer: str, remote: Sequence[int], local: Sequence[int], timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -129,7 +139,7 @@ class NixlTransport:
             link = self._links.get(peer)
             if link is None or link.state is LinkState.OPENING:
                 raise transfer_failed(f"not connected to {peer}")
-            check_blocks(remote, link.address.num_blocks, local, self._pool.num_blocks)
+            check_blocks(remote, link.address.region.blocks, local, self._region.blocks)
             copied = link.state is LinkState.COPIED
             link.calls += 1
         try:
@@ -140,8 +150,8 @@ class NixlTransport:
             with self._lock:
                 self._leave(link)
 
-    def carrier(self, peer: str) -> str:
-        return self.name
+    def route(self, peer: str) -> Route:
+        return Route("nixl") if self._region.kind == "DRAM" else Route("nixl_vram", through_host=False)
 
     def disconnect(self, peer: str) -> None:
         with self._lock:
@@ -191,12 +201,12 @@ class NixlTransport:
             copied = run == INLINE_RUN
             if self._in_memory_only and not copied:
                 raise transfer_failed("NIXL would send KV over the network in clear, and this cluster has TLS; use the tcp transport")
-            if not (copied or self._rdma or self._allow_tcp):
+            if not (copied or self._allow_tcp or (is_one_sided(self._settings) if self._region.kind == "VRAM" else self._rdma)):
                 raise transfer_failed("UCX reaches it only over TCP, which is not safe; configure the tcp transport")
             with self._lock:
                 if not link.usable:
                     raise transfer_failed(link.why)
-                link.open(copied, self._descriptors(link.agent, link.address.pool, link.address.num_blocks))
+                link.open(copied, self._descriptors(link.agent, link.address.region))
         except Exception as error:  # the bindings' exceptions share no base class
             with self._lock:
                 link.break_(f"{type(error).__name__}: {error}")
@@ -254,19 +264,29 @@ class NixlTransport:
             raise transfer_failed(f"agent {name} is connected under another name, or is this process")
         link.agent = name
 
-    def _descriptors(self, agent: str, base: int, count: int) -> Any:
-        size = self._pool.layout.block_bytes
-        compressed = np.array([[base, size, 0, size, count]], dtype=np.uint64)  # address, length, device, stride, count
-        return self._agent.prep_xfer_dlist(agent, compressed, "DRAM")
+    def _register(self) -> None:
+        region, nbytes = self._region, self._region.blocks * self._block_bytes
+        try:
+            self._memory = [self._agent.register_memory([(region.address, nbytes, region.device, "")], region.kind)]
+            if len(self._probe):
+                self._memory.append(self._agent.register_memory([(self._probe.ctypes.data, PROBE_BYTES, 0, "")], "DRAM"))
+        except Exception as error:
+            raise transfer_failed(f"NIXL cannot register the pool as {region.kind}: {type(error).__name__}: {error}") from error
+
+    def _descriptors(self, agent: str, region: Region) -> Any:
+        size = self._block_bytes
+        compressed = np.array([[region.address, size, region.device, size, region.blocks]], dtype=np.uint64)  # the fourth: the stride
+        return self._agent.prep_xfer_dlist(agent, compressed, region.kind)
 
     def _handle_of(self, link: Link, local: Sequence[int], remote: Sequence[int]) -> Any:
         here, there = np.asarray(local, dtype=np.int32), np.asarray(remote, dtype=np.int32)
         return self._agent.make_prepped_xfer("READ", self._blocks, here, link.blocks, there)
 
     def _probe_of(self, link: Link) -> Any:
-        size = min(PROBE_BYTES, link.address.block_bytes)
-        local = self._agent.get_xfer_descs([(self._probe.ctypes.data, size, 0)], "DRAM")
-        remote = self._agent.get_xfer_descs([(link.address.pool, size, 0)], "DRAM")
+        size, here, there = min(PROBE_BYTES, self._block_bytes), self._region, link.address.region
+        at, device = (here.spare, here.device) if here.spare else (self._probe.ctypes.data, 0)
+        local = self._agent.get_xfer_descs([(at, size, device)], here.kind)
+        remote = self._agent.get_xfer_descs([(there.address, size, there.device)], there.kind)
         return self._agent.initialize_xfer("READ", local, remote, link.agent)
 
     def _make(self, link: Link, make: Callable[[], Any]) -> Read:
@@ -293,7 +313,7 @@ class NixlTransport:
         except Exception as error:
             name = type(error).__name__
             read.link.break_(f"{name}: {error}")
-            return _State.CUT if name == "nixlRemoteDisconnectError" else _State.UNKNOWN
+            return _State.CUT if name == GONE else _State.UNKNOWN
         match answer:
             case "PROC":
                 return _State.GOING
@@ -363,8 +383,10 @@ class NixlTransport:
             link.blocks = None
         with suppress(Exception):
             self._blocks.release()
-            self._agent.deregister_memory(self._memory)
-        self._agent = self._blocks = self._memory = None
+            for memory in self._memory:
+                self._agent.deregister_memory(memory)
+        self._agent = self._blocks = None
+        self._memory.clear()
         for read in list(self._pending):
             self._settle(read)
 

@@ -19,7 +19,7 @@ from baton.cluster.errors import BatonError
 from baton.engine.core.kvcache import KvPool
 from kvtransfer import tcp_wire as wire
 from kvtransfer.tcp_server import Server
-from kvtransfer.transport import check_blocks, transfer_failed
+from kvtransfer.transport import Route, check_blocks, transfer_failed
 
 CONNECTIONS_PER_PEER = 4  # concurrent reads from one peer; further ones wait their turn
 
@@ -93,8 +93,8 @@ class TcpTransport:
                 raise transfer_failed(f"{peer} refused the read")
             wire.receive_blocks(sock, self._pool, local, deadline)
 
-    def carrier(self, peer: str) -> str:
-        return self.name
+    def route(self, peer: str) -> Route:
+        return Route("tcp")
 
     def disconnect(self, peer: str) -> None:
         with self._lock:

@@ -1,17 +1,39 @@
 """The contract of the transports, which move blocks between workers. The reader pulls; no worker ever writes into another's pool.
 
 `kvtransfer.nixl_transport` (UCX: RDMA, copy between processes on one host, TCP), `kvtransfer.tcp_transport` (plain sockets, any
-platform) and `kvtransfer.cuda_ipc_transport` (from GPU to GPU) are its implementations, tested by the same behaviour suite.
-`kvtransfer.auto_transport` chooses between the first two for each peer.
+platform) and `kvtransfer.cuda_ipc_transport` (from GPU to GPU) are its implementations, tested by the same behaviour suite. So are those
+that choose among them for each peer: `kvtransfer.auto_transport` between pools on the host, `kvtransfer.device_transport` between pools on
+devices.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
 from baton.cluster.errors import BatonError, Reason
+from baton.engine.core.kvcache import KvLayout, Region
 
 SEAL_BYTES = 16
+
+
+class Registered(Protocol):
+    """A pool whose memory a library reads and writes by itself."""
+
+    layout: KvLayout
+
+    @property
+    def region(self) -> Region: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How the bytes of a peer come here."""
+
+    carrier: str  # "nixl", "nixl_vram", "tcp" or "cuda_ipc"
+    through_host: bool = True  # of both: `Pool.expose` there, `Pool.take_in` here
+    read_bytes: int = 0  # size of one read of a fetch; 0: the pool's
+    rate: float = 0.0  # bytes/s that a probe has measured; 0: it measured none
 
 
 class Transport(Protocol):
@@ -36,8 +58,8 @@ class Transport(Protocol):
         """
         ...
 
-    def carrier(self, peer: str) -> str:
-        """Returns what carries the bytes from a connected peer: "nixl", "tcp" or "cuda_ipc"."""
+    def route(self, peer: str) -> Route | None:
+        """Returns how the bytes of a connected peer come here. None: it is not connected, and only that decides it."""
         ...
 
     def disconnect(self, peer: str) -> None:

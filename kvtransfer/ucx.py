@@ -23,6 +23,12 @@ DEFAULTS = {
     "UCX_TCP_KEEPIDLE": "5s",
     "UCX_TCP_KEEPINTVL": "1s",
 }
+# Without these, UCX would fetch what it cannot read by itself by asking the peer to send it, which a reader's death turns into the peer's
+# (`kvtransfer.nixl_transport`). It says so on stderr when a peer can only be reached like that.
+ONE_SIDED = {"UCX_PROTO_EMULATION_ENABLE": "n"}
+# Otherwise UCX reads by CUDA IPC only where it finds NVLinks. It does not know the name where it cannot load CUDA.
+ON_DEVICES = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
+OFF = ("n", "no", "off", "0", "false")  # in UCX's words
 INFINIBAND = Path("/sys/class/infiniband")
 DEVICES = Path("/dev/infiniband")
 
@@ -70,6 +76,11 @@ def uses_rdma(settings: Mapping[str, str]) -> bool:
     """Whether UCX may use an RDMA device, which it prefers to TCP."""
     devices = settings.get("UCX_NET_DEVICES", "all").split(",")
     return any(port in devices or "all" in devices for port in rdma_ports())
+
+
+def is_one_sided(settings: Mapping[str, str]) -> bool:
+    """Whether UCX refuses to read what it could only ask a peer to send."""
+    return settings.get("UCX_PROTO_EMULATION_ENABLE", "").lower() in OFF
 
 
 def rdma_ports() -> list[str]:

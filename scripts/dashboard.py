@@ -110,6 +110,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "short",
                 (("baton_leases_held", "{{worker}} leases"), ("baton_kv_quarantined_blocks", "{{worker}} blocks")),
             ),
+            Panel("Links from GPU to GPU, as probed", "Bps", (("baton_kv_link_rate_bytes", "{{worker}} {{transport}}"),)),
             Panel("Failed digests", "short", rate("baton_digests_failed_total", "worker")),
         ),
     ),

@@ -157,7 +157,7 @@ PURE = (
     "baton/attempts.py", "baton/launch/patience.py", "baton/launch/placing.py", "baton/launch/pods.py",
     "baton/cluster/awake.py", "baton/worker/stall.py",
     "router/policy.py", "router/poison.py", "router/view.py", "router/members.py", "router/ledger.py", "router/served.py",
-    "kvtransfer/nixl_link.py", "router/prompt_lease.py",
+    "kvtransfer/choose.py", "kvtransfer/nixl_link.py", "router/prompt_lease.py",
     "router/outliers.py", "router/retry_budget.py",
     "router/prefix_index.py", "router/admission.py", "router/pace.py",
     "router/curves.py", "router/listing.py",
@@ -364,6 +364,7 @@ OTHER_CLOCKS = {
     "kvtransfer/tcp_": "threads of the transport",
     "kvtransfer/nixl_transport.py": "threads of the transport",
     "kvtransfer/cuda_ipc_transport.py": "threads of the transport",
+    "kvtransfer/device_transport.py": "threads of the transport",
 }
 # The wall clock, where people or other hosts read it: the Date header, when an answer, a record, a span or a process was made, when a
 # receipt ends.

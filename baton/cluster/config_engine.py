@@ -12,8 +12,8 @@ _SOCKET = r"^tcp://(\*|[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):\d{1,5}$"
 class KvConfig(Section):
     transport: Literal["auto", "nixl", "tcp", "cuda_ipc"] = Field(
         default="auto",
-        description="How KV moves between workers. auto: nixl if two workers share a host or RDMA, else tcp. cuda_ipc: from GPU to GPU"
-        " of one machine, without the host's memory; needs engine.device cuda and engine.kind baton.",
+        description="How KV moves between workers. auto: nixl if two workers share a host or RDMA, else tcp; between GPUs whatever a probe"
+        " finds, cuda_ipc first. cuda_ipc: from GPU to GPU of one machine alone; needs engine.device cuda and engine.kind baton.",
     )
     port: int = Field(
         default=0, ge=0, le=65535, description="Port on which a worker serves KV over TCP; 0: any free one. Two workers on one host need 0."

@@ -44,7 +44,7 @@ ALL: tuple[Role, ...] = ("router", "prefill", "decode")
 REASONS = tuple(Reason.__members__)
 OUTCOMES = ("ok", "invalid", "refused", "failed", "cancelled")
 FINISHES = ("stop", "length")
-TRANSPORTS = ("nixl", "tcp", "cuda_ipc", "none")
+TRANSPORTS = ("nixl", "nixl_vram", "tcp", "cuda_ipc", "none")
 OBJECTIVES = ("ttft", "tpot", "e2e")
 DOORS = ("grpc", "http")
 EJECTIONS = ("errors", "digests", "pace")
@@ -219,9 +219,7 @@ TABLE: tuple[Metric, ...] = (
         {"worker": OPEN, "role": WORKERS},
     ),
     # Engine
-    Metric(
-        "baton_engine_step_duration_seconds", "histogram", "seconds", WORKERS, "Duration of one engine step.", buckets=STAGE_S,
-    ),
+    Metric("baton_engine_step_duration_seconds", "histogram", "seconds", WORKERS, "Duration of one engine step.", buckets=STAGE_S),
     Metric("baton_engine_step_tokens", "histogram", "tokens", WORKERS, "Positions that one step computed.", buckets=BATCH_TOKENS),
     Metric("baton_engine_step_sequences", "histogram", "sequences", WORKERS, "Sequences in one step.", buckets=BATCH_SEQUENCES),
     Metric(
@@ -264,6 +262,7 @@ TABLE: tuple[Metric, ...] = (
         aliases=(Alias("vllm:cache_config_info", {"block_size": "block_size", "num_blocks": "num_gpu_blocks"}),),
     ),
     Metric("baton_kv_quarantined_blocks", "gauge", "blocks", WORKERS, "Blocks held back: an abandoned read may still write into them."),
+    Metric("baton_kv_link_rate_bytes", "gauge", "bytes", WORKERS, "Bytes/s of the slowest link, as probed.", {"transport": TRANSPORTS}),
     # Leases, where the KV is
     Metric("baton_leases_held", "gauge", "leases", WORKERS, "Leases that are alive now."),
     Metric(

@@ -131,8 +131,7 @@ def _on_cpu(runner: Any, options: Options, longest: int) -> Engine:
 
 
 def _on_device(runner: Any, options: Options, longest: int) -> Engine:
-    """The pool is on the device, and one step is in flight. Transports see the host memory of the pool, into which blocks are copied, or
-    the device's own if `options.direct`."""
+    """The pool is on the device, and one step is in flight."""
     from torch import OutOfMemoryError
 
     from baton.engine.gpu.footprint import DeviceMemory, largest_step, spare
@@ -146,7 +145,7 @@ def _on_device(runner: Any, options: Options, longest: int) -> Engine:
         backend = runner.choose_attention(engine.attention_backend, engine.equal_arithmetic)
 
         def attach(blocks: int) -> None:
-            runner.attach(KvPool(runner.layout, blocks), capacity=capacity, backend=backend, direct=options.direct)
+            runner.attach(KvPool(runner.layout, blocks), capacity=capacity, backend=backend)
 
         left = 0
         if engine.kv_memory_bytes is None:
@@ -154,7 +153,7 @@ def _on_device(runner: Any, options: Options, longest: int) -> Engine:
             left = spare(runner, capacity, attach, DeviceMemory(runner.device, options.share))
             log.info("%.0f MiB are left for KV beside weights, graphs and the largest step, and for what is in reserve", left / 2**20)
             if not options.direct:
-                left = min(left, available_memory())  # each block has a place on the host, too
+                left = min(left, available_memory())  # each block may get a place on the host, too
         attach(count_blocks(options, longest, runner.layout.block_bytes, left))
         chunks, needed = largest_step(capacity, runner.layout.block_size)
         if needed <= runner.pool.num_blocks:

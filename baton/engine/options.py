@@ -199,7 +199,7 @@ class Options:
 
     model: ModelOptions
     engine: EngineOptions
-    direct: bool = False  # peers read and write the memory of the device itself
+    direct: bool = False  # peers only read and write the memory of the device itself
     share: float = 1.0  # of a GPU's memory, which other processes share
     describes: bool = False  # the events of the prefix cache tell what blocks hold
 

@@ -235,16 +235,18 @@ class KvHandle(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., lease_id: _Optional[int] = ..., request_id: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., layout_fingerprint: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., mac: _Optional[bytes] = ...) -> None: ...
 
 class PieceRequest(_message.Message):
-    __slots__ = ("handle", "request_id", "first", "wait_ms")
+    __slots__ = ("handle", "request_id", "first", "wait_ms", "direct")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
     handle: bytes
     request_id: str
     first: int
     wait_ms: int
-    def __init__(self, handle: _Optional[bytes] = ..., request_id: _Optional[str] = ..., first: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    direct: bool
+    def __init__(self, handle: _Optional[bytes] = ..., request_id: _Optional[str] = ..., first: _Optional[int] = ..., wait_ms: _Optional[int] = ..., direct: _Optional[bool] = ...) -> None: ...
 
 class KvPiece(_message.Message):
     __slots__ = ("lease_id", "request_id", "first", "block_ids", "digests", "complete", "ttl_ms", "mac")

@@ -168,6 +168,7 @@ class Host:
         self.book.read("baton_leases_held", lambda: port.exporter.num_leases)
         self.book.read("baton_leases_total", lambda: dict(port.exporter.events))
         self.book.read("baton_kv_quarantined_blocks", lambda: port.importer.quarantined_blocks)
+        self.book.read("baton_kv_link_rate_bytes", port.importer.probed)
 
     async def serve(self) -> None:
         """Called when the roles have added their services to `server.grpc`."""
@@ -253,7 +254,7 @@ class Host:
             block_size=self.engine.pool.layout.block_size,
             max_model_len=traits.max_model_len,
             kv_blocks=traits.num_blocks,
-            transport=self.transport.name,
+            transport=self._transport,
             load=self._load(now),
             metrics=self._metrics.address,
             roles=self.mounts.serving,
@@ -262,6 +263,12 @@ class Host:
             gpus=self._gpus.records(),
             lends=traits.lends,
         )
+
+    @property
+    def _transport(self) -> str:
+        """Its name, and between GPUs what carries KV and how quickly."""
+        probed = self.port.importer.probed()
+        return ", ".join([self.transport.name, *(f"{carrier} {rate / 1e9:.3g} GB/s" for carrier, rate in probed.items())])
 
     @property
     def _state(self) -> WorkerState:

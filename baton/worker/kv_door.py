@@ -30,7 +30,8 @@ class KvExchangeDoor(worker_pb2_grpc.KvExchangeServicer):
     async def Piece(self, request: pb.PieceRequest, context: Context) -> pb.KvPiece:
         async with Answering(context):
             handle = unpack_handle(request.handle)
-            piece = await self._port.exporter.piece(handle, request.request_id, request.first, request.wait_ms / 1000)
+            wait_s = request.wait_ms / 1000
+            piece = await self._port.exporter.piece(handle, request.request_id, request.first, wait_s, request.direct)
             return pack_piece(piece)
         raise AssertionError("answered with an error")
 

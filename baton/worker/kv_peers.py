@@ -58,8 +58,10 @@ class PeerClient:
         answer: pb.HandshakeResponse = await _ask(self._stub.Handshake(request, timeout=CALL_TIMEOUT_S))
         return PeerFacts(answer.worker, answer.incarnation, unpack_layout(answer.contract), answer.transport_address)
 
-    async def piece(self, handle: KvHandle, first: int, wait_s: float) -> Piece:
-        request = pb.PieceRequest(handle=pack_handle(handle), request_id=handle.request_id, first=first, wait_ms=int(wait_s * 1000))
+    async def piece(self, handle: KvHandle, first: int, wait_s: float, direct: bool) -> Piece:
+        request = pb.PieceRequest(
+            handle=pack_handle(handle), request_id=handle.request_id, first=first, wait_ms=int(wait_s * 1000), direct=direct
+        )
         answer: pb.KvPiece = await _ask(self._stub.Piece(request, timeout=wait_s + CALL_TIMEOUT_S))
         return unpack_piece(answer)
 

@@ -16,8 +16,6 @@ import authority
 import numpy as np
 import pytest
 
-from baton.engine.core.kvcache import KvPool
-
 HERE = Path(__file__).parent
 SENTINEL = 0xA5
 T = TypeVar("T")
@@ -88,7 +86,7 @@ class Reader:
     """A transport in this process, over a pool filled with SENTINEL."""
 
     def __init__(self, kind: str, name: str, *, num_blocks: int = 64, block_kib: int = 4, **options: Any) -> None:
-        self.pool: KvPool = program.make_pool(kind, program.layout(block_kib), num_blocks)
+        self.pool: Any = program.make_pool(kind, program.layout(block_kib), num_blocks)
         self.clear()
         self.transport = program.transport(kind, name, self.pool, **options)
 
@@ -100,6 +98,8 @@ class Reader:
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[int], timeout: float = 10) -> None:
         self.transport.read(peer.name, list(remote), list(local), timeout)
+        if self.transport.route(peer.name).through_host:
+            self.pool.take_in(list(local))
 
     def has(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> bool:
         """Whether exactly these blocks arrived and nothing else changed."""
@@ -155,6 +155,12 @@ def make_reader() -> Iterator[MakeReader]:
     yield make
     for reader in readers:
         reader.transport.close()
+
+
+@pytest.fixture
+def make_device() -> Callable[[int], Any]:
+    """Makes a `peer.Device` of so many blocks of 4 KiB."""
+    return lambda num_blocks: program.Device(program.layout(4), num_blocks)
 
 
 def _once(make: Callable[[str], T], end: Callable[[T], None]) -> Iterator[Callable[[str], T]]:

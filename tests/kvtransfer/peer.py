@@ -13,24 +13,30 @@ import platform
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from baton.cluster.config import SecurityConfig
 from baton.cluster.errors import BatonError
-from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.kvcache import PROBE_PIECES, KvLayout, KvPool, Region
 from baton.worker.kv_tls import kv_tls
+from kvtransfer import nixl_transport
 from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.cuda_ipc_transport import CudaIpcTransport
+from kvtransfer.device_transport import DeviceTransport
+from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.select import make_transport
 from kvtransfer.tcp_transport import TcpTransport
 from kvtransfer.transport import Transport
 from kvtransfer.ucx import Ucx
 
+DEVICE = 3  # its index
 PROCESS_VM_READV = {"x86_64": 310, "aarch64": 270}.get(platform.machine())
 
 
@@ -67,13 +73,89 @@ class MappedPool(KvPool):
         return lambda: True
 
 
-def make_pool(kind: str, layout: KvLayout, num_blocks: int) -> KvPool:
+class Mirror(KvPool):
+    """The host's memory for the blocks of a `Device`."""
+
+    def __init__(self, device: MappedPool) -> None:
+        super().__init__(device.layout, device.num_blocks)
+        self._device = device
+
+    def expose(self, blocks: Sequence[int]) -> None:
+        self.array[list(blocks)] = self._device.array[list(blocks)]
+
+    def take_in(self, blocks: Sequence[int]) -> None:
+        self._device.array[list(blocks)] = self.array[list(blocks)]
+
+
+class Device:
+    """The pool of a device (`baton.engine.gpu.pool.DevicePool`) whose memory another process of this machine can map."""
+
+    staged: KvPool
+    read_bytes = 8 << 20
+    waits = direct = True
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        self.layout, self.num_blocks = layout, num_blocks
+        self._memory = memory = MappedPool(layout, num_blocks + 1 + PROBE_PIECES * layout.probe_blocks)
+        self.probes = range(num_blocks + 1, memory.num_blocks)
+        self.staged = Mirror(memory)
+        self.array = memory.array[:num_blocks]
+        self.share, self.open, self.begin_copy = memory.share, memory.open, memory.begin_copy
+        self.expose, self.take_in = self.staged.expose, self.staged.take_in
+        self.digests, self.flip, self.nbytes = memory.digests, memory.flip, num_blocks * layout.block_bytes
+
+    @property
+    def region(self) -> Region:
+        own = self._memory.region
+        return Region(own.address, own.blocks, "VRAM", DEVICE, own.address + self.probes[-1] * self.layout.block_bytes)
+
+
+class Injected:
+    """An agent of NIXL to which memory of the device DEVICE is the host's. All else goes on as with a device's."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def register_memory(self, regions: list[tuple[int, int, int, str]], kind: str) -> Any:
+        assert {region[2] for region in regions} == {DEVICE if kind == "VRAM" else 0}
+        return self._agent.register_memory([(*region[:2], 0, "") for region in regions], "DRAM")
+
+    def prep_xfer_dlist(self, agent: str, descriptors: np.ndarray, kind: str) -> Any:
+        assert set(descriptors[:, 2]) == {DEVICE if kind == "VRAM" else 0}
+        descriptors[:, 2] = 0
+        return self._agent.prep_xfer_dlist(agent, descriptors, "DRAM")
+
+    def get_xfer_descs(self, descriptors: list[tuple[int, int, int]], kind: str) -> Any:
+        assert {descriptor[2] for descriptor in descriptors} == {DEVICE if kind == "VRAM" else 0}
+        return self._agent.get_xfer_descs([(*descriptor[:2], 0) for descriptor in descriptors], "DRAM")
+
+
+@contextmanager
+def injected() -> Iterator[None]:
+    start = nixl_transport._start_agent
+    with mock.patch.object(nixl_transport, "_start_agent", lambda *args: Injected(start(*args))):
+        yield
+
+
+def make_pool(kind: str, layout: KvLayout, num_blocks: int) -> Any:
+    if kind.startswith("device"):
+        return Device(layout, num_blocks)
     return MappedPool(layout, num_blocks) if kind == "cuda_ipc" else KvPool(layout, num_blocks)
 
 
-def transport(kind: str, name: str, pool: KvPool, host: str = "127.0.0.1", key: str = "key", **options: Any) -> Transport:
+def transport(kind: str, name: str, pool: Any, host: str = "127.0.0.1", key: str = "key", **options: Any) -> Transport:
     """`kind`: "nixl", "nixl-tcp" (NIXL without copies between processes), "tcp", "tls" (TCP inside it, with the certificates of the folder
-    BATON_TEST_TLS), "auto", "auto-tcp" (auto without NIXL), or "cuda_ipc" over a `MappedPool`."""
+    BATON_TEST_TLS), "auto", "auto-tcp" (auto without NIXL), or "cuda_ipc" over a `MappedPool`. Over a
+    `Device`: "device-vram" (NIXL with the device's memory alone) and "device-tcp"."""
+    if isinstance(pool, Device):
+        if kind == "device-vram":
+            with injected():
+                nixl = NixlTransport(f"{name}/vram", pool, host, ucx=Ucx(**options))
+            return DeviceTransport("nixl", pool, {"nixl_vram": nixl})
+        return make_transport(kind.removeprefix("device-"), peer=name, pool=pool, host=host, key=key.encode(), ucx=Ucx(**options))
     if isinstance(pool, MappedPool):
         return CudaIpcTransport(pool)
     if kind == "tls":
@@ -83,8 +165,6 @@ def transport(kind: str, name: str, pool: KvPool, host: str = "127.0.0.1", key: 
         return tcp if kind == "tcp" else AutoTransport(None, tcp)
     if kind == "auto":
         return make_transport("auto", peer=name, pool=pool, host=host, key=key.encode(), ucx=Ucx(**options))
-    from kvtransfer.nixl_transport import NixlTransport
-
     network_only: dict[str, Any] = {"tls": "tcp", "allow_tcp": True} if kind == "nixl-tcp" else {}
     settings = network_only | options
     permits = {permit: settings.pop(permit, False) for permit in ("allow_tcp", "in_memory_only")}
@@ -115,6 +195,7 @@ def main() -> None:
     seed, num_blocks, block_kib = (options.pop(name) for name in ("seed", "num_blocks", "block_kib"))
     pool = make_pool(options["kind"], layout(block_kib), num_blocks)
     pool.array[:] = pattern(seed, *pool.array.shape)
+    pool.expose(range(num_blocks))
     served = transport(options.pop("kind"), options.pop("name"), pool, **options)
 
     def answer(value: object) -> None:
@@ -126,11 +207,15 @@ def main() -> None:
         match json.loads(line):
             case ["fill", seed]:
                 pool.array[:] = pattern(seed, *pool.array.shape)
+                pool.expose(range(num_blocks))
                 answer(None)
             case ["read", peer, address, remote, local]:
                 try:
                     served.connect(peer, bytes.fromhex(address))
                     served.read(peer, remote, local, timeout=10)
+                    if (route := served.route(peer)) is not None and route.through_host:
+                        pool.take_in(local)
+                        pool.expose(local)  # for those that read from here next
                     answer(None)
                 except BatonError as error:
                     answer(str(error))

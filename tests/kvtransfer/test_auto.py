@@ -45,7 +45,8 @@ def test_bytes_arrive_over_either_transport(peer: AutoTransport, here: str, carr
     try:
         reader.connect("peer:1", peer.address())
         reader.read("peer:1", [5, 2], [0, 7], 5.0)
-        assert reader.carrier("peer:1") == carrier
+        route = reader.route("peer:1")
+        assert route is not None and route.carrier == carrier and route.through_host
         assert (pool.array[0] == 15).all() and (pool.array[7] == 6).all() and not pool.array[1:7].any()
         reader.disconnect("peer:1")
         with pytest.raises(BatonError) as caught:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from baton.cluster.errors import BatonError, Reason
-from baton.engine.core.kvcache import KvLayout
+from baton.engine.core.kvcache import KvLayout, Region
 from kvtransfer import cuda_ipc_transport
 from kvtransfer.cuda_ipc_transport import PREFIX, SHARED, CudaIpcTransport, Presence, Watch
 from kvtransfer.transport import ReadPending
@@ -27,7 +27,7 @@ class Mapping:
 
 class Device:
     layout = LAYOUT
-    num_blocks = 8
+    region = Region(0, 8, "VRAM")
 
     def __init__(self) -> None:
         self.done = True

@@ -174,6 +174,47 @@ def test_ucx_over_tcp_is_refused_where_processes_cannot_read_each_other(start_pe
     assert allowed.ask("digest") == blake2b(served.pool.array.tobytes(), digest_size=16).hexdigest()
 
 
+def test_what_ucx_cannot_read_by_itself_is_refused_whoever_owns_the_memory(start_peer: StartPeer) -> None:
+    """Not by the time that answers take, but because UCX is told to emulate nothing. So nobody who dies can kill the holder."""
+    for kind in ("nixl", "device-vram"):
+        holder, reader = start_peer(kind, f"{kind}-holder:1"), start_peer(kind, f"{kind}-reader:1", tls="tcp")
+        assert "which is not safe" in reader.ask("read", holder.name, holder.address.hex(), [0], [0])
+        reader.kill()
+        assert start_peer(kind, f"{kind}-sound:1").ask("read", holder.name, holder.address.hex(), [0], [0]) is None
+
+
+@pytest.mark.skipif(bool(UCX), reason=f"environment variables override the settings: {UCX}")
+def test_an_adapter_here_helps_nobody_if_the_peer_is_reached_over_tcp(
+    shared_peers: SharedPeers, make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That UCX may use RDMA does not tell what it uses between two hosts."""
+    monkeypatch.setattr(ucx, "rdma_ports", lambda: ["lo"])
+    reader = make_reader("nixl", tls="tcp")
+    with pytest.raises(BatonError, match="which is not safe"):
+        reader.connect(shared_peers("nixl"))
+    monkeypatch.setattr(nixl, "ONE_SIDED", {})  # negative control
+    make_reader("nixl", "other:1", tls="tcp").connect(shared_peers("nixl"))
+
+
+@pytest.mark.skipif(bool(UCX), reason=f"environment variables override the settings: {UCX}")
+def test_ucx_is_told_what_the_memory_needs(make_reader: MakeReader) -> None:
+    emulates_not, by_cuda_ipc = "UCX_PROTO_EMULATION_ENABLE=n", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on"
+    told = {kind: make_reader(kind, f"{kind}:1").transport.backend_detail() for kind in ("nixl", "nixl-tcp", "device-vram")}
+    assert {kind: (emulates_not in detail, by_cuda_ipc in detail) for kind, detail in told.items()} == {
+        "nixl": (True, False),
+        "nixl-tcp": (False, False),
+        "device-vram": (True, True),
+    }
+
+
+def test_pools_in_memory_of_different_kinds_do_not_read_each_other(shared_peers: SharedPeers, make_reader: MakeReader) -> None:
+    host, device = shared_peers("nixl"), make_reader("device-vram").transport._ways["nixl_vram"]
+    with pytest.raises(BatonError, match=f"the pool of {host.name} is DRAM, and the one here VRAM"):
+        device.connect(host.name, host.address)
+    with pytest.raises(BatonError, match=r"the pool of device:1 is VRAM, and the one here DRAM"):
+        make_reader("nixl").transport.connect("device:1", device.address())
+
+
 @pytest.mark.parametrize("late", [1, 3, nixl.INLINE_RUN])
 def test_answers_over_tcp_that_are_there_at_once_now_and_then_are_no_copy_in_memory(
     late: int, shared_peers: SharedPeers, make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 Refused = Callable[[], AbstractContextManager[pytest.ExceptionInfo[BatonError]]]
 Pair = Callable[[str], "tuple[Reader, Peer]"]
 
-KINDS = ["nixl", "nixl-tcp", "tcp", "tls", "auto", "auto-tcp", "cuda_ipc"] if sys.platform == "linux" else ["tcp", "tls", "auto"]
-IN_MEMORY = {"nixl", "auto", "cuda_ipc"}  # where one process may read another's memory: such a copy needs no answer from the peer
+LINUX = ["nixl", "nixl-tcp", "tcp", "tls", "auto", "auto-tcp", "cuda_ipc", "device-vram", "device-tcp"]
+KINDS = LINUX if sys.platform == "linux" else ["tcp", "tls", "auto"]
+# Where one process may read another's memory: such a copy needs no answer from the peer.
+IN_MEMORY = {"nixl", "auto", "cuda_ipc", "device-vram"}
 OVER_NETWORK = [kind for kind in KINDS if kind not in IN_MEMORY]  # a stopped process cannot serve these
-ON_SOCKETS = {"tcp", "tls", "auto-tcp"}  # our own sockets: a failed read is never left pending
+ON_SOCKETS = {"tcp", "tls", "auto-tcp", "device-tcp"}  # our own sockets: a failed read is never left pending
 QUICK = 5.0  # seconds within which a dead peer must be noticed
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -118,6 +120,7 @@ def test_eight_threads_can_read_concurrently(kind: str, pair: Pair) -> None:
 def test_two_workers_can_read_from_each_other(kind: str, pair: Pair) -> None:
     reader, peer = pair(kind)
     reader.pool.array[:] = peer.bytes[::-1]
+    reader.pool.expose(range(64))
     address, blocks = reader.transport.address().hex(), list(range(64))
     with ThreadPoolExecutor(1) as thread:
         theirs = thread.submit(peer.ask, "read", "shared-reader:1", address, blocks, blocks)
@@ -174,7 +177,8 @@ def test_an_invalid_address_is_refused(kind: str, make_reader: MakeReader, share
         if kind == "auto":  # it holds two addresses, and each is valid on its own
             with suppress(BatonError):
                 reader.transport.connect("bad:1", bad)
-            carrier = reader.transport.carrier("bad:1")
+            route = reader.transport.route("bad:1")
+            carrier = route and route.carrier
             assert not carrier or (bad.endswith(over_tcp) if carrier == "tcp" else bad.startswith(over_nixl))
             reader.transport.disconnect("bad:1")
         else:

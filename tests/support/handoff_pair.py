@@ -71,9 +71,9 @@ class Wire:
         exporter = self.port.exporter
         return PeerFacts(exporter.worker, exporter.incarnation, self.port.pool.layout, self.port.transport.address())
 
-    async def piece(self, handle: KvHandle, first: int, wait_s: float) -> Piece:
+    async def piece(self, handle: KvHandle, first: int, wait_s: float, direct: bool) -> Piece:
         await self._pass("piece")
-        return self.forge(await self.port.exporter.piece(handle, handle.request_id, first, wait_s))
+        return self.forge(await self.port.exporter.piece(handle, handle.request_id, first, wait_s, direct))
 
     async def renew(self, handle: KvHandle) -> float:
         await self._pass("renew")

@@ -6,8 +6,9 @@ from baton.engine.core.kvcache import KvPool, Pool
 
 
 def on_host(pool: Pool) -> KvPool:
-    assert isinstance(pool, KvPool)
-    return pool
+    memory = getattr(pool, "staged", pool)  # a device's
+    assert isinstance(memory, KvPool)
+    return memory
 
 
 def carry(source: Pool, theirs: Sequence[int], target: Pool, ours: Sequence[int]) -> None:

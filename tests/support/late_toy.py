@@ -23,10 +23,12 @@ class LatePool(KvPool):
         self.bus = threading.Event()
         self.bus.set()
         self.waiting = 0
+        self.exposed: list[int] = []
         self.damages = False  # a bit, on the way in
 
     def expose(self, blocks: Seq[int]) -> None:
         self._cross()
+        self.exposed += blocks
         self.array[blocks] = self._device.array[blocks]
 
     def take_in(self, blocks: Seq[int]) -> None:

@@ -19,6 +19,7 @@ from baton.engine.core.contract import Facts
 from baton.engine.core.engine import Counts
 from baton.engine.core.sequence import Sequence
 from baton.worker.meter import Meter
+from kvtransfer.transport import Route
 
 
 def told(book: Book, name: str) -> dict[tuple[str, ...], float]:
@@ -46,6 +47,19 @@ async def test_successful_handoffs_are_counted() -> None:
         assert told(p.book, "baton_digests_checked_total") == {(): 6} and told(p.book, "baton_handoff_reused_blocks_total") == {(): 4}
         assert not told(p.book, "baton_digests_failed_total") and not told(p.book, "baton_handoff_recomputed_tokens_total")
         assert events(p) == {"granted": 2, "renewed": 2, "released": 2}
+
+
+async def test_of_links_that_were_probed_the_slowest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as p:
+        importer = p.decode.port.importer
+        assert importer.probed() == {}
+        await p.start(await p.hand_over()).task
+        assert importer.probed() == {}, "between hosts nothing is probed"
+        fast, slow = Route("cuda_ipc", rate=4e10), Route("cuda_ipc", rate=3e9)
+        monkeypatch.setattr(importer.transport, "route", {"prefill-0:7": fast, "prefill-1:8": slow}.get)
+        assert importer.probed() == {"cuda_ipc": 4e10}
+        importer._handshakes["prefill-1", 8] = importer._handshakes["prefill-0", 7]
+        assert importer.probed() == {"cuda_ipc": 3e9}
 
 
 async def test_a_corrupted_block_is_counted() -> None:

@@ -81,6 +81,40 @@ async def test_negative_control_an_engine_that_copies_in_its_own_thread_keeps_th
         await p.start(first).task
 
 
+async def test_memory_that_peers_reach_is_copied_to_the_host_only_for_those_who_go_through_it() -> None:
+    engines = late_engine(), late_engine()
+    engines[0].runner.pool.direct = True
+    async with devices(engines=engines) as (p, source, _):
+        first = await p.hand_over()
+        assert first.handle is not None
+        exporter, n = p.prefill.port.exporter, -(-len(PROMPT) // BLOCK)
+        piece = await exporter.piece(first.handle, first.handle.request_id, 0, 5.0, True)
+        assert len(piece.block_ids) == n and not source.exposed
+        call = p.start(first)  # through the host
+        await call.task
+        assert call.tokens == expected(1) and call.finished.handoff.recomputed_tokens == 0
+        assert source.exposed == list(piece.block_ids)
+        before = len(source.exposed)
+        await p.hand_over("next", OTHER)  # from now on somebody does, and need not wait
+        await until(lambda: len(source.exposed) > before)
+
+
+async def test_a_piece_for_the_host_holds_no_block_that_is_not_there_yet() -> None:
+    engines = late_engine(), late_engine()
+    engines[0].runner.pool.direct = True
+    async with devices(engines=engines) as (p, source, _):
+        first = await p.hand_over()
+        assert first.handle is not None
+        exporter, asked = p.prefill.port.exporter, (first.handle, first.handle.request_id, 0, 5.0)
+        whole = await exporter.piece(*asked, True)
+        source.bus.clear()
+        piece = asyncio.create_task(exporter.piece(*asked, False))
+        await until(lambda: source.waiting == 1)
+        assert not piece.done() and (await exporter.piece(*asked, True)).block_ids == whole.block_ids
+        source.bus.set()
+        assert (await piece).block_ids == whole.block_ids == tuple(source.exposed)
+
+
 async def test_streams_go_on_while_the_kv_of_another_comes_in() -> None:
     async with devices() as (p, _, target):
         first = await p.hand_over()

@@ -20,6 +20,11 @@ DIGEST_BYTES = 16
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int8": 1, "uint8": 1}  # uint8: bytes that an engine reads as fp8
 
 
+PROBE_BYTES = 4 << 20  # of one probe of a transport: enough to measure a rate, and soon read
+PROBE_BLOCKS = 16  # at most
+PROBE_PIECES = 5  # in a device's pool: one with known content, and one for each way to land in
+
+
 class View(NamedTuple):
     """A tensor that every block contains: the type of its numbers, its shape, and at which byte of the block it begins."""
 
@@ -66,6 +71,11 @@ class KvLayout:
         return -(-used // row) * row
 
     @property
+    def probe_blocks(self) -> int:
+        """Blocks that a probe of a transport reads."""
+        return min(max(PROBE_BYTES // self.block_bytes, 1), PROBE_BLOCKS)
+
+    @property
     def fingerprint(self) -> bytes:
         """16 bytes over every field."""
         text = "\n".join(f"{name}={value}" for name, value in asdict(self).items())
@@ -80,24 +90,35 @@ class KvLayout:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory that a transport registers: `blocks` whole blocks from `address` on."""
+
+    address: int
+    blocks: int
+    kind: str = "DRAM"  # or VRAM, as NIXL calls the memory of a device
+    device: int = 0  # whose memory it is
+    spare: int = 0  # address in it at which a transport may write a few bytes; 0: none
+
+
 class Pool(Protocol):
-    """The memory that peers read and that fetched KV is copied into: `KvPool` on the host; on a GPU
-    `baton.engine.gpu.pool.DevicePool`, or `baton.engine.gpu.staged_pool.StagedPool` where the host has to carry it."""
+    """The memory that peers read and that fetched KV is copied into: `KvPool` on the host, `baton.engine.gpu.pool.DevicePool` on a GPU."""
 
     layout: KvLayout
     num_blocks: int
     read_bytes: int  # size of one read of a fetch: its digests are compared while the next one is under way
     waits: bool  # whether `digests` waits for a device
+    direct: bool  # whether peers may reach the memory that the engine computes in, so that not everybody needs `expose`
 
     @property
     def nbytes(self) -> int: ...
 
     def expose(self, blocks: Sequence[int]) -> None:
-        """Lets transports read what the engine has written into these blocks. Thread-safe; may wait."""
+        """Lets transports that go through the host read what the engine has written into these blocks. Thread-safe; may wait."""
         ...
 
     def take_in(self, blocks: Sequence[int]) -> None:
-        """Lets the engine, and `digests`, find what a transport has written into these blocks. Thread-safe; may wait."""
+        """Lets the engine, and `digests`, find what such a transport has written into these blocks. Thread-safe; may wait."""
         ...
 
     def digests(self, blocks: Sequence[int]) -> bytes:
@@ -118,6 +139,7 @@ class KvPool:
 
     read_bytes = 8 << 20
     waits = False
+    direct = False
 
     def __init__(self, layout: KvLayout, num_blocks: int, memory: mmap.mmap | None = None) -> None:
         if num_blocks < 1:
@@ -131,9 +153,8 @@ class KvPool:
         self.array = np.frombuffer(self.memory, dtype=np.uint8).reshape(num_blocks, layout.block_bytes)
 
     @property
-    def address(self) -> int:
-        """Virtual address of block 0."""
-        return self.array.ctypes.data
+    def region(self) -> Region:
+        return Region(self.array.ctypes.data, self.num_blocks)
 
     @property
     def nbytes(self) -> int:

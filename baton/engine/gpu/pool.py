@@ -1,4 +1,6 @@
-"""The pool of a device as peers see it: KV goes from one GPU's memory to another's, and the host has no part in it."""
+"""The pool of a device as transports see it. Some reach the device's memory itself: then KV goes from one GPU to another, and the host has
+no part in it. The others go by the host's memory, through which the blocks are `staged`.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -8,43 +10,52 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.core.kvcache import KvLayout
+from baton.engine.core.kvcache import PROBE_PIECES, KvLayout, KvPool, Region
 from baton.engine.gpu.device import Mark, upload
-from baton.engine.gpu.triton_blocks import digest, move, words_of
+from baton.engine.gpu.staged_pool import StagedPool
+from baton.engine.gpu.triton_blocks import move, words_of
 
 
 class DevicePool:
-    """The blocks of `tensor` `[num_blocks + 1, *block_shape]`, the last of which is the runner's scratch. Thread-safe.
+    """The first `num_blocks` blocks of `tensor` `[rows(layout, num_blocks), *block_shape]`. Behind them are the runner's scratch and the
+    blocks with which transports probe each other. Thread-safe.
 
-    Copies and digests have a stream of their own, so that the engine's steps never wait for them. What they touch is at rest: blocks are
+    Copies and digests have streams of their own, so that the engine's steps never wait for them. What they touch is at rest: blocks are
     leased after the step that wrote them has ended, and reserved blocks take part in no step until their KV has landed.
     """
 
-    read_bytes = 256 << 20
+    read_bytes = StagedPool.read_bytes
     waits = True
+    direct = True
 
     def __init__(self, layout: KvLayout, tensor: Tensor) -> None:
         self.layout = layout
-        self.num_blocks = len(tensor) - 1
+        self.num_blocks = len(tensor) - rows(layout, 0)
+        self.probes = range(self.num_blocks + 1, len(tensor))  # PROBE_PIECES pieces of `layout.probe_blocks`
+        self.staged = StagedPool(KvPool(layout, len(tensor)), tensor)  # the host's pages are allocated when they are needed
         self._tensor = tensor
         self._words = words_of(tensor)
         self._stream = torch.cuda.Stream(tensor.device) if tensor.device.type == "cuda" else None
+
+    @property
+    def region(self) -> Region:
+        """All of `tensor`."""
+        at, size, device = self._tensor.data_ptr(), self.layout.block_bytes, self._tensor.device
+        return Region(at, len(self._tensor), "VRAM", device.index or 0, at + self.probes[-1] * size)
 
     @property
     def nbytes(self) -> int:
         return self.num_blocks * self.layout.block_bytes
 
     def expose(self, blocks: Sequence[int]) -> None:
-        """Peers read the device's memory itself."""
+        self.staged.expose(blocks)
 
     def take_in(self, blocks: Sequence[int]) -> None:
-        """Copies end in the device's memory."""
+        self.staged.take_in(blocks)
 
     def digests(self, blocks: Sequence[int]) -> bytes:
         """Those of `baton.engine.gpu.triton_blocks`, computed where the bytes are."""
-        with self._on_our_stream():
-            sums = digest(self._words, self._ids(blocks))
-            return sums.cpu().numpy().astype("<i8").tobytes()
+        return self.staged.digests(blocks)
 
     def flip(self, block: int) -> None:
         with self._on_our_stream():
@@ -84,8 +95,8 @@ class DevicePool:
         return ended
 
     def warm_up(self) -> None:
-        """Compiles the kernels. The scratch block, copied to itself, stays what it is."""
-        self.digests([self.num_blocks])
+        """Compiles the kernels. No record refers to block 0 yet, and the scratch, copied to itself, stays what it is."""
+        self.staged.warm_up()
         self.begin_copy(self._words, [self.num_blocks], [self.num_blocks])
 
     def _ids(self, blocks: Sequence[int]) -> Tensor:
@@ -98,3 +109,8 @@ class DevicePool:
 
     def _on_our_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def rows(layout: KvLayout, num_blocks: int) -> int:
+    """Blocks of a tensor that holds `num_blocks` for sequences."""
+    return num_blocks + 1 + PROBE_PIECES * layout.probe_blocks

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,16 +22,13 @@ from baton.engine.gpu.device import Mark, model_of, recover
 from baton.engine.gpu.graphs import Captures, Graphs, ladder, uncaptured
 from baton.engine.gpu.inputs import Capacity, Inputs, Seat, Step
 from baton.engine.gpu.overlap import StepResult
+from baton.engine.gpu.pool import DevicePool, rows
 from baton.engine.gpu.sampler import Draw, Pick, Sampler, answers, pick_plainly
-from baton.engine.gpu.staged_pool import StagedPool
 from baton.engine.gpu.trial import rehearse
 from baton.engine.model.kv_views import DTYPES
 from baton.engine.model.moe import Mixture, SeparateExperts
 from baton.engine.model.transformer import Transformer
 from baton.engine.runner import ModelRunner, computed_by
-
-if TYPE_CHECKING:
-    from baton.engine.gpu.pool import DevicePool
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +63,7 @@ class DevicePending:
 class GpuRunner(ModelRunner):
     """A `ModelRunner` that can `submit`. It is loaded as one; `attach` takes what a device needs in addition to a pool."""
 
-    pool: "StagedPool | DevicePool"  # type: ignore[assignment]  # wider than a runner's on a CPU
+    pool: DevicePool  # type: ignore[assignment]  # not a CPU's
 
     def attach(
         self,
@@ -76,13 +72,12 @@ class GpuRunner(ModelRunner):
         capacity: Capacity | None = None,
         backend: str = "auto",
         graph_sizes: Seq[int] | None = None,
-        direct: bool = False,
     ) -> None:
-        """Lays out the pool on the device, or uses `tensor`, `[num_blocks + 1, *block_shape]`: the last block is scratch.
+        """Lays out a pool like `pool` on the device, or uses `tensor`, `[rows(layout, num_blocks), *block_shape]` (see `DevicePool`).
 
         `capacity` bounds every batch. `backend`: see `baton.engine.gpu.choice`. `graph_sizes`: batch sizes for which decode steps are
-        captured, if possible; None: a ladder up to the capacity. `direct`: peers read and write the device's memory itself,
-        and nothing crosses the bus. Raises ValueError for a pool of another layout and for a backend that is not available.
+        captured, if possible; None: a ladder up to the capacity. Raises ValueError for a pool of another layout and for a backend that is
+        not available.
         """
         if difference := self.layout.difference(pool.layout):
             raise ValueError(f"the pool does not fit the model: {difference}")
@@ -90,11 +85,11 @@ class GpuRunner(ModelRunner):
             raise ValueError(f"the kernels of a device read KV as {self.layout.dtype}, not as {self.layout.stored}")
         if capacity is None:
             raise ValueError("capacity: a runner on a device needs a bound on its batches")
-        shape = (pool.num_blocks + 1, *self.layout.block_shape)
+        shape = (rows(self.layout, pool.num_blocks), *self.layout.block_shape)
         if tensor is None:
             tensor = torch.zeros(shape, dtype=DTYPES[self.layout.dtype], device=self.device)
-        self.blocks = tensor.view(shape)
-        self.pool = self._direct() if direct else StagedPool(pool, self.blocks)
+        self.pool = DevicePool(self.layout, tensor.view(shape))
+        self.blocks = tensor.view(shape)[: pool.num_blocks + 1]  # the last one is scratch
         self._inputs = Inputs(capacity, self.layout.block_size, pool.num_blocks, self.device)
         self._sampler = Sampler(self.eos_token_ids, capacity.max_num_seqs, self.device, _pick(self.device))
         config = self.model.config
@@ -130,11 +125,6 @@ class GpuRunner(ModelRunner):
         """Drops the pool and all that `attach` made."""
         for name in ("blocks", "pool", "attention", "graphs", "_inputs", "_sampler"):
             self.__dict__.pop(name, None)
-
-    def _direct(self) -> "DevicePool":
-        from baton.engine.gpu.pool import DevicePool  # its kernels need Triton
-
-        return DevicePool(self.layout, self.blocks)
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         result = self.submit(batch).result()

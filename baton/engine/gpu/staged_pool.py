@@ -19,11 +19,11 @@ from baton.engine.core.kvcache import KvPool
 from baton.engine.gpu.staging import Staging
 from baton.engine.gpu.triton_blocks import digest_on_host
 
-STAGED_BLOCKS = 64  # that cross the bus at a time
+STAGED_BLOCKS, STAGED_BYTES = 64, 64 << 20  # that cross the bus at a time, at most
 
 
 class StagedPool(KvPool):
-    """`host` and the blocks of `tensor`, `[num_blocks + 1, *block_shape]` on a device; the last of these is the runner's scratch."""
+    """`host` and the blocks of `tensor` on a device, `[num_blocks, *block_shape]`."""
 
     read_bytes = 64 << 20
     waits = True
@@ -72,12 +72,13 @@ class Lane:
 
     def __init__(self, tensor: Tensor) -> None:
         self._stream = torch.cuda.Stream(tensor.device) if tensor.device.type == "cuda" else None
-        self._staging = Staging(tensor, STAGED_BLOCKS)
+        self._slots = max(1, min(STAGED_BLOCKS, STAGED_BYTES // (tensor[0].numel() * tensor.element_size())))
+        self._staging = Staging(tensor, self._slots)
         self._free = threading.Lock()
 
     def bring(self, blocks: Sequence[int], host: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]") -> None:
         """Copies blocks of the device to `host` `[num_blocks, block_bytes]`. Returns when they are there."""
-        for part in _parts(blocks):
+        for part in self._parts(blocks):
             with self._free, self._on_stream():
                 self._staging.begin_out(part)
                 self._staging.wait()
@@ -85,7 +86,7 @@ class Lane:
 
     def take(self, blocks: Sequence[int], host: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]") -> None:
         """Copies blocks of `host` to the device. Returns when they are there."""
-        for part in _parts(blocks):
+        for part in self._parts(blocks):
             with self._free, self._on_stream():
                 self._staging.host[: len(part)].numpy()[:] = host[part]
                 self._staging.begin_in(part)
@@ -95,9 +96,8 @@ class Lane:
         with self._on_stream():
             return self._staging.digests(blocks)
 
+    def _parts(self, blocks: Sequence[int]) -> "list[np.ndarray[tuple[int], np.dtype[np.int64]]]":
+        return [np.array(blocks[i : i + self._slots], dtype=np.int64) for i in range(0, len(blocks), self._slots)]
+
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-
-def _parts(blocks: Sequence[int]) -> "list[np.ndarray[tuple[int], np.dtype[np.int64]]]":
-    return [np.array(blocks[i : i + STAGED_BLOCKS], dtype=np.int64) for i in range(0, len(blocks), STAGED_BLOCKS)]

@@ -1,4 +1,4 @@
-"""The pool of a device as transports see it, and engines whose KV goes from one such pool to the other without the host.
+"""The pool of a device as transports see it, and engines whose KV goes from one such pool to the other, without the host and through it.
 
 `test_on_a_device.py` shows it between processes; here, kernels are interpreted where there is no device."""
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.engine.choice import load_runner
-from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.kvcache import PROBE_PIECES, KvLayout, KvPool
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
@@ -19,7 +19,7 @@ from baton.engine.gpu.overlap import OverlapEngine
 from baton.engine.gpu.runner import GpuRunner
 
 pytest.importorskip("triton")
-from baton.engine.gpu.pool import DevicePool
+from baton.engine.gpu.pool import DevicePool, rows
 from baton.engine.gpu.triton_blocks import digest_on_host
 
 TALE = Path(__file__).resolve().parents[3] / "baton" / "models" / "tale"
@@ -29,7 +29,7 @@ BLOCK = 16
 
 def make(seed: int, device: torch.device, blocks: int = 12) -> DevicePool:
     torch.manual_seed(seed)
-    return DevicePool(LAYOUT, torch.randn(blocks + 1, *LAYOUT.block_shape).to(device))
+    return DevicePool(LAYOUT, torch.randn(rows(LAYOUT, blocks), *LAYOUT.block_shape).to(device))
 
 
 def content(pool: DevicePool) -> np.ndarray:
@@ -52,6 +52,24 @@ def test_a_copy_changes_the_blocks_that_are_named_and_no_others(device: torch.de
     assert ours.num_blocks == 12 and ours.nbytes == 12 * LAYOUT.block_bytes  # the scratch block is no peer's business
 
 
+def test_a_transport_may_register_all_of_the_memory_and_knows_whose_it_is(device: torch.device) -> None:
+    pool = make(1, device)
+    region, probes = pool.region, pool.probes
+    assert (region.address, region.blocks, region.kind, region.device) == (pool._tensor.data_ptr(), len(pool._tensor), "VRAM", 0)
+    assert probes[0] == 13 and probes[-1] == region.blocks - 1 and len(probes) == PROBE_PIECES * LAYOUT.probe_blocks
+    assert (region.spare - region.address) // LAYOUT.block_bytes == probes[-1], "nobody else may write there"
+
+
+def test_blocks_go_through_the_host_if_the_transport_does(device: torch.device) -> None:
+    ours, theirs = make(1, device), make(2, device, blocks=20)
+    expected = content(ours)
+    expected[[3, 16]] = content(theirs)[[17, 25]]  # probes too
+    theirs.expose([17, 25])
+    ours.staged.array[[3, 16]] = theirs.staged.array[[17, 25]]
+    ours.take_in([3, 16])
+    assert np.array_equal(content(ours), expected)
+
+
 def test_digests_are_those_of_the_bytes_and_a_flipped_bit_changes_one(device: torch.device) -> None:
     pool = make(3, device)
     bytes_of = content(pool).view(np.uint8)
@@ -69,10 +87,10 @@ def test_warming_up_leaves_the_pool_as_it_is(device: torch.device) -> None:
     assert np.array_equal(content(pool), before)
 
 
-def engine(device: torch.device, direct: bool) -> OverlapEngine:
+def engine(device: torch.device) -> OverlapEngine:
     runner = load_runner(GpuRunner, TALE, block_size=BLOCK, device=str(device))
     assert isinstance(runner, GpuRunner)
-    runner.attach(KvPool(runner.layout, 32), capacity=Capacity(4, 64, 128), backend="torch", graph_sizes=(), direct=direct)
+    runner.attach(KvPool(runner.layout, 32), capacity=Capacity(4, 64, 128), backend="torch", graph_sizes=())
     return OverlapEngine(runner, Limits(4, 64), 128)
 
 
@@ -81,12 +99,12 @@ def drain(engine: OverlapEngine) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_an_engine_goes_on_from_kv_that_never_saw_the_host(device: torch.device, direct: bool) -> None:
-    """Negative control: with staging, what lies in the device's memory is overwritten with what the host has, which nobody copied."""
+@pytest.mark.parametrize("way", ["device", "host", "nothing"])
+def test_an_engine_goes_on_from_kv_that_came_either_way(device: torch.device, way: str) -> None:
+    """Negative control: what the host has is taken in, and nobody has copied it there."""
     prompt = list(range(40, 90))
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    alone, prefill, decode = (engine(device, direct) for _ in range(3))
+    alone, prefill, decode = (engine(device) for _ in range(3))
     whole = Sequence("whole", list(prompt), len(prompt), params, b"")
     alone.add(whole)
     drain(alone)
@@ -98,13 +116,17 @@ def test_an_engine_goes_on_from_kv_that_never_saw_the_host(device: torch.device,
     assert decode.reserve(moved)
     source, target = prefill.runner.pool, decode.runner.pool
     blocks = held.blocks[: -(-len(prompt) // BLOCK)]
-    if isinstance(source, DevicePool) and isinstance(target, DevicePool):
-        finish(target, source, blocks, moved.blocks[: len(blocks)])
-        assert source.digests(blocks) == target.digests(moved.blocks[: len(blocks)])
+    assert isinstance(source, DevicePool) and isinstance(target, DevicePool)
+    there = moved.blocks[: len(blocks)]
+    if way == "device":
+        finish(target, source, blocks, there)
     else:
-        decode.runner.blocks[moved.blocks[: len(blocks)]] = prefill.runner.blocks[blocks]  # type: ignore[attr-defined]
-        target.take_in(moved.blocks[: len(blocks)])
+        source.expose(blocks)
+        if way == "host":
+            target.staged.array[there] = source.staged.array[blocks]
+        target.take_in(there)
+    assert (source.digests(blocks) == target.digests(there)) == (way != "nothing")
     decode.arrive(moved, len(prompt))
     decode.adopt(moved)
     drain(decode)
-    assert (moved.tokens == whole.tokens) == direct
+    assert (moved.tokens == whole.tokens) == (way != "nothing")

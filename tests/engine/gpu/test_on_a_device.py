@@ -28,9 +28,10 @@ from baton.engine.gpu.runner import GpuRunner
 from baton.engine.model.checkpoint import LayerAttention
 from baton.engine.runner import ModelRunner
 from kvtransfer.cuda_ipc_transport import CudaIpcTransport
+from kvtransfer.select import make_transport
 
 pytest.importorskip("triton")
-from baton.engine.gpu.pool import DevicePool
+from baton.engine.gpu.pool import DevicePool, rows
 from baton.engine.gpu.triton_blocks import digest_on_host
 
 pytestmark = pytest.mark.gpu
@@ -54,13 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def runner(
-    folder: Path, backend: str, block_size: int, dtype: str = "bfloat16", graph_sizes: tuple[int, ...] | None = None, direct: bool = False
-) -> GpuRunner:
+def runner(folder: Path, backend: str, block_size: int, dtype: str = "bfloat16", graph_sizes: tuple[int, ...] | None = None) -> GpuRunner:
     loaded = load_runner(GpuRunner, folder, dtype=dtype, block_size=block_size, device="cuda")
     assert isinstance(loaded, GpuRunner)
     pool = KvPool(loaded.layout, 8 * 1024 // block_size)
-    loaded.attach(pool, capacity=Capacity(8, 1024, 1024), backend=backend, graph_sizes=graph_sizes, direct=direct)
+    loaded.attach(pool, capacity=Capacity(8, 1024, 1024), backend=backend, graph_sizes=graph_sizes)
     return loaded
 
 
@@ -200,7 +199,7 @@ LAYOUT = KvLayout("device", "bfloat16", 16, 3, 2, 64)
 
 def device_pool(seed: int) -> DevicePool:
     torch.manual_seed(seed)
-    return DevicePool(LAYOUT, torch.randn(65, *LAYOUT.block_shape, device=CUDA).bfloat16())
+    return DevicePool(LAYOUT, torch.randn(rows(LAYOUT, 64), *LAYOUT.block_shape, device=CUDA).bfloat16())
 
 
 def hold(told: "mp.Queue[tuple[bytes, bytes]]") -> None:
@@ -236,9 +235,42 @@ def test_blocks_go_from_one_process_to_another_without_the_host() -> None:
         process.kill()
 
 
+def offer(told: "mp.Queue[tuple[bytes, bytes]]", kind: str) -> None:
+    pool = device_pool(7)
+    transport = make_transport(kind, peer="holder:1", pool=pool, host="127.0.0.1", key=b"key")
+    pool.expose(range(64))
+    told.put((transport.address(), pool.digests(range(64))))
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(("kind", "carriers"), [("auto", {"cuda_ipc"}), ("nixl", {"nixl_vram", "nixl"}), ("tcp", {"tcp"})])
+def test_a_probe_decides_what_carries_blocks_between_processes(kind: str, carriers: set[str]) -> None:
+    if kind == "nixl":
+        pytest.importorskip("nixl_cu13")
+    context = mp.get_context("spawn")
+    told: mp.Queue[tuple[bytes, bytes]] = context.Queue()
+    process = context.Process(target=offer, args=(told, kind), daemon=True)
+    process.start()
+    try:
+        address, theirs = told.get(timeout=120)
+        pool = device_pool(1)
+        reader = make_transport(kind, peer="reader:1", pool=pool, host="127.0.0.1", key=b"key")
+        reader.connect("holder:1", address)
+        route = reader.route("holder:1")
+        assert route is not None and route.carrier in carriers and route.rate > 0
+        print(f"{kind}: {route.carrier} at {route.rate / 1e9:.3g} GB/s; {reader.backend_detail()}")
+        reader.read("holder:1", list(range(64)), list(range(64)), 10.0)
+        if route.through_host:
+            pool.take_in(range(64))
+        assert pool.digests(range(64)) == theirs
+        reader.close()
+    finally:
+        process.kill()
+
+
 def test_the_digests_of_a_pool_are_those_of_its_bytes() -> None:
     pool = device_pool(3)
-    host = pool._tensor.cpu().view(torch.uint8).view(65, -1).numpy()
+    host = pool._tensor.cpu().view(torch.uint8).view(len(pool._tensor), -1).numpy()
     assert pool.digests([5, 0, 63]) == digest_on_host(host[[5, 0, 63]])
     before = pool.digests([5])
     pool.flip(5)
@@ -249,7 +281,7 @@ def test_the_digests_of_a_pool_are_those_of_its_bytes() -> None:
 
 def test_a_handoff_between_two_engines_on_the_device_continues_bit_for_bit(folder: Path) -> None:
     """Prefill in one engine, KV through the device's memory, decode in the other: the logits of an undisturbed sequence."""
-    ours, theirs = (runner(folder, "triton", 16, graph_sizes=(), direct=True) for _ in range(2))
+    ours, theirs = (runner(folder, "triton", 16, graph_sizes=()) for _ in range(2))
     assert isinstance(ours.pool, DevicePool) and isinstance(theirs.pool, DevicePool)
     prompt = [random.Random(4).randrange(1000) for _ in range(200)]
     alone = Sequence("alone", list(prompt), 200, SamplingParams(max_tokens=9), b"", blocks=[*range(100, 120)])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from host_pool import on_host
 
 from baton.engine.choice import load_runner
 from baton.engine.core.kvcache import KvLayout, KvPool
@@ -44,11 +45,11 @@ class Case:
 
     def read(self, blocks: list[int]) -> np.ndarray[Any, Any]:
         self.runner.pool.expose(blocks)
-        found: np.ndarray[Any, Any] = self.runner.pool.array[blocks].copy()
+        found: np.ndarray[Any, Any] = on_host(self.runner.pool).array[blocks].copy()
         return found
 
     def write(self, blocks: list[int], found: np.ndarray[Any, Any] | int) -> None:
-        self.runner.pool.array[blocks] = found
+        on_host(self.runner.pool).array[blocks] = found
         self.runner.pool.take_in(blocks)
 
     def sequence(self, name: str, tokens: list[int], blocks: list[int], params: SamplingParams = GREEDY) -> Sequence:

@@ -140,7 +140,7 @@ class Memory:
         runner.run = noted  # type: ignore[method-assign]
 
     def free(self) -> int:
-        assert self.runner.graphs.sizes == (1, 2, 3) and self.steps == [24] and "_out" in vars(self.runner.pool), "the copies, too"
+        assert self.runner.graphs.sizes == (1, 2, 3) and self.steps == [24] and "_out" in vars(self.runner.pool.staged), "the copies, too"
         return 1000 * MIB
 
     def release(self) -> None:
