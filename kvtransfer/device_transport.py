@@ -191,4 +191,6 @@ class DeviceTransport:
             return Probe(way, why=error.message)
         except BatonError as error:
             return Probe(way, why=error.message)
+        except RuntimeError as error:
+            return Probe(way, why=f"the device has failed: {error}")
         return Probe(way, len(landing) * self._pool.layout.block_bytes / max(quickest, 1e-6))
