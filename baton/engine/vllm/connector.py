@@ -1,10 +1,13 @@
 """Our handoff as a KV connector of vLLM (0.32), loaded by module path; vLLM itself is not changed. It runs in vLLM's child processes.
 
-Both sides are thin. What is copied when is `ledger`'s decision. Loads are synchronous: when a request comes here its KV lies verified in
-shared memory, and the copy cannot fail; so vLLM holds no block for anybody, and there is no completion to report once too often. An error
-in here ends vLLM's engine, and with it the worker: its sequences go on elsewhere.
+Both sides are thin. What is copied when is `ledger`'s decision. Loads and saves belong to one step: when a request comes here, its KV
+lies verified in shared memory, and the copy cannot fail; so vLLM holds no block for anybody, and there is no completion to report once too
+often. Within the step they go layer by layer beside the forward (`layers`). An error in here ends vLLM's engine, and with it the worker:
+its sequences go on elsewhere.
 """
 
+import logging
+import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventPublisher, EventPublisherFactory, KVEventBatch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -30,6 +34,7 @@ from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import DTYPE_BYTES
 from baton.engine.vllm.block_events import BlockEvents
 from baton.engine.vllm.forms import forms_of
+from baton.engine.vllm.layers import CudaLane, HostLane, Lane, Layers
 from baton.engine.vllm.ledger import KEY, PUBLISHER, Ledger, Order, Pairs, StepNews
 from baton.engine.vllm.link import Leash, RankReport
 
@@ -39,6 +44,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+MAPPED_FOR_ALL = 3  # flags of cudaHostRegister: every context, and kernels
 
 
 @dataclass
@@ -151,24 +159,11 @@ class RankSide:
             self._leash.refuse(str(error))
             raise
         slot, memory = self._leash.report(report)
-        self._tensors = list(tensors.values())
-        staged = torch.frombuffer(memory, dtype=self._tensors[0].dtype).view(slot.shape)
+        first = next(iter(tensors.values()))
+        staged, lane = _reachable(memory, first.device)
         layers, heads = slice(slot.first_layer, slot.first_layer + report.layers), slice(slot.first_head, slot.first_head + report.heads)
-        self._staged = staged[:, layers, heads]
-
-    def load(self, pairs: Pairs) -> None:
-        if not pairs:
-            return
-        ours, theirs = torch.tensor(pairs).unbind(1)
-        for layer, tensor in enumerate(self._tensors):
-            tensor[theirs.to(tensor.device)] = self._staged[ours, layer].to(tensor.device)
-
-    def save(self, pairs: Pairs) -> None:
-        if not pairs:
-            return
-        ours, theirs = torch.tensor(pairs).unbind(1)
-        for layer, tensor in enumerate(self._tensors):
-            self._staged[ours, layer] = tensor[theirs.to(tensor.device)].to("cpu")
+        part = staged.view(first.dtype).view(slot.shape)[:, layers, heads]
+        self.layers = Layers(tensors, part, lane, by_layer=not self._config.parallel_config.use_ubatching)
 
     def _report(self, tensors: dict[str, torch.Tensor]) -> RankReport:
         """Raises ValueError for a KV cache that is not one block table over separate tensors of one shape."""
@@ -199,6 +194,20 @@ class RankSide:
             dtype=dtype,
             packing=packing(first, self._config),
         )
+
+
+def _reachable(memory: mmap.mmap, device: torch.device) -> tuple[torch.Tensor, Lane]:
+    """Staged memory, as bytes, where kernels of the device reach it, and what copies beside the forward."""
+    staged = torch.frombuffer(memory, dtype=torch.uint8)
+    if device.type != "cuda":
+        return staged, HostLane()
+    error = torch.cuda.cudart().cudaHostRegister(staged.data_ptr(), staged.nbytes, MAPPED_FOR_ALL)
+    if int(error) or not staged.is_pinned():
+        log.warning("staged memory cannot be pinned (%s): copies wait for the host", error)
+        return staged, CudaLane(device)
+    from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
+
+    return get_accelerator_view_from_cpu_tensor(staged), CudaLane(device)
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
@@ -243,22 +252,31 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._rank.register(kv_caches)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._rank.layers.expect(self._copies.saves)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        copies = self._get_connector_metadata()
-        assert isinstance(copies, Copies)
-        self._rank.load(copies.loads)
+        """Before the forward if there are loads, else possibly after it. Nobody calls hooks without attention, or when the whole forward is
+        one graph."""
+        hooked = forward_context.attn_metadata is not None and forward_context.cudagraph_runtime_mode is not CUDAGraphMode.FULL
+        self._rank.layers.load(self._copies.loads, hooked)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
+        self._rank.layers.before(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        pass
+        self._rank.layers.after(layer_name)
 
     def wait_for_save(self) -> None:
+        self._rank.layers.end()
+        self._rank.number = self._copies.number
+
+    @property
+    def _copies(self) -> Copies:
         copies = self._get_connector_metadata()
         assert isinstance(copies, Copies)
-        self._rank.save(copies.saves)
-        self._rank.number = copies.number
+        return copies
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata:
         return Landed(self._rank.number)
