@@ -1,9 +1,8 @@
 """Our handoff as a KV connector of vLLM (0.32), loaded by module path; vLLM itself is not changed. It runs in vLLM's child processes.
 
-Both sides are thin. What is copied when is `ledger`'s decision. Loads and saves belong to one step: when a request comes here, its KV
-lies verified in shared memory, and the copy cannot fail; so vLLM holds no block for anybody, and there is no completion to report once too
-often. Within the step they go layer by layer beside the forward (`layers`). An error in here ends vLLM's engine, and with it the worker:
-its sequences go on elsewhere.
+Both sides are thin. What is copied when is `ledger`'s decision, and it goes beside the forward (`layers`). A request that loads is in no
+step until its KV has come; since that lies verified in shared memory, the copy cannot fail, and takes milliseconds. Saves belong to their
+step, so vLLM holds no block for readers. An error in here ends vLLM's engine, and with it the worker: its sequences go on elsewhere.
 """
 
 import logging
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventPublisher, EventPublisherFactory, KVEventBatch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -34,7 +32,7 @@ from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import DTYPE_BYTES
 from baton.engine.vllm.block_events import BlockEvents
 from baton.engine.vllm.forms import forms_of
-from baton.engine.vllm.layers import CudaLane, HostLane, Lane, Layers
+from baton.engine.vllm.layers import CudaLane, HostLane, Layers
 from baton.engine.vllm.ledger import KEY, PUBLISHER, Ledger, Order, Pairs, StepNews
 from baton.engine.vllm.link import Leash, RankReport
 
@@ -52,7 +50,7 @@ MAPPED_FOR_ALL = 3  # flags of cudaHostRegister: every context, and kernels
 @dataclass
 class Copies(KVConnectorMetadata):
     number: int = 0
-    loads: Pairs = field(default_factory=list)
+    loads: dict[str, Pairs] = field(default_factory=dict)
     saves: Pairs = field(default_factory=list)
 
 
@@ -105,6 +103,8 @@ class SchedulerSide:
         return Copies(plan.number, plan.loads, plan.saves)
 
     def landed(self, output: "KVConnectorOutput") -> None:
+        if closed := self._ledger.received(output.finished_recving or ()):
+            self._tell(StepNews(closed=closed))
         meta = output.kv_connector_worker_meta
         if isinstance(meta, Landed):
             step = self._steps.pop(meta.number)
@@ -160,10 +160,11 @@ class RankSide:
             raise
         slot, memory = self._leash.report(report)
         first = next(iter(tensors.values()))
-        staged, lane = _reachable(memory, first.device)
+        staged = _reachable(memory, first.device)
+        inward, outward = (CudaLane(first.device) if first.device.type == "cuda" else HostLane() for _ in range(2))
         layers, heads = slice(slot.first_layer, slot.first_layer + report.layers), slice(slot.first_head, slot.first_head + report.heads)
         part = staged.view(first.dtype).view(slot.shape)[:, layers, heads]
-        self.layers = Layers(tensors, part, lane, by_layer=not self._config.parallel_config.use_ubatching)
+        self.layers = Layers(tensors, part, inward, outward, by_layer=not self._config.parallel_config.use_ubatching)
 
     def _report(self, tensors: dict[str, torch.Tensor]) -> RankReport:
         """Raises ValueError for a KV cache that is not one block table over separate tensors of one shape."""
@@ -196,18 +197,19 @@ class RankSide:
         )
 
 
-def _reachable(memory: mmap.mmap, device: torch.device) -> tuple[torch.Tensor, Lane]:
-    """Staged memory, as bytes, where kernels of the device reach it, and what copies beside the forward."""
+def _reachable(memory: mmap.mmap, device: torch.device) -> torch.Tensor:
+    """Staged memory, as bytes, where kernels of the device reach it."""
     staged = torch.frombuffer(memory, dtype=torch.uint8)
     if device.type != "cuda":
-        return staged, HostLane()
+        return staged
     error = torch.cuda.cudart().cudaHostRegister(staged.data_ptr(), staged.nbytes, MAPPED_FOR_ALL)
     if int(error) or not staged.is_pinned():
         log.warning("staged memory cannot be pinned (%s): copies wait for the host", error)
-        return staged, CudaLane(device)
+        return staged
     from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
-    return get_accelerator_view_from_cpu_tensor(staged), CudaLane(device)
+    view: torch.Tensor = get_accelerator_view_from_cpu_tensor(staged)
+    return view
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
@@ -229,7 +231,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
-        return self._scheduler.matched(request, num_computed_tokens), False
+        staged = self._scheduler.matched(request, num_computed_tokens)
+        return staged, staged > 0
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks, num_external_tokens)
@@ -257,13 +260,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._rank.layers.expect(self._copies.saves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Before the forward if there are loads, else possibly after it. Nobody calls hooks without attention, or when the whole forward is
-        one graph."""
-        hooked = forward_context.attn_metadata is not None and forward_context.cudagraph_runtime_mode is not CUDAGraphMode.FULL
-        self._rank.layers.load(self._copies.loads, hooked)
+        for request_id, pairs in self._copies.loads.items():
+            self._rank.layers.load(request_id, pairs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self._rank.layers.before(layer_name)
+        pass  # no request in this step is loading
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         self._rank.layers.after(layer_name)
@@ -277,6 +278,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         copies = self._get_connector_metadata()
         assert isinstance(copies, Copies)
         return copies
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """(sent, received); vLLM waits until every rank has named a request."""
+        return None, self._rank.layers.loaded() or None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata:
         return Landed(self._rank.number)

@@ -1,11 +1,11 @@
-"""Copies KV between the layers of a rank and the staged blocks, layer by layer beside the forward.
+"""Copies KV between the layers of a rank and the staged blocks, beside the forward.
 
-A step's loads begin before its forward, and a layer's attention waits for that layer's alone. A layer's saves begin when its attention has
-been submitted; whoever asks for the end of the step waits for what is left of them. On a GPU the waits are the device's, but for the last;
-the staged blocks are pinned, so that kernels read and write them. On a CPU everything is copied immediately, by the same calls.
+Nobody waits for a load: its request is in no step until it has landed. A layer's saves begin when its attention has been submitted; whoever
+asks for the end of the step waits for what is left of them. On a GPU, copies have a stream of their own, and the staged blocks are pinned,
+so that kernels read and write them. On a CPU everything is copied immediately, by the same calls.
 
-vLLM calls the hooks of layers from within the forward. When it replays a whole graph, or attention of a kind that has none, it calls none:
-then the forward waits for all loads, and all saves begin after it. So a hook is relied upon only once every layer has called it.
+vLLM calls the hooks of layers from within the forward, but not when it replays a whole graph, or for attention of some kinds: what no hook
+has saved begins after the forward.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,8 +33,8 @@ class Lane(Protocol):
         """Returns a mark behind this work."""
         ...
 
-    def hold(self, mark: Any) -> None:
-        """What the forward is given from now on comes after the mark."""
+    def passed(self, mark: Any) -> bool:
+        """Whether everything before the mark is done."""
         ...
 
     def finish(self) -> None:
@@ -54,8 +54,8 @@ class HostLane:
     def submit(self, work: Callable[[], None]) -> None:
         work()
 
-    def hold(self, mark: None) -> None:
-        pass
+    def passed(self, mark: None) -> bool:
+        return True
 
     def finish(self) -> None:
         pass
@@ -81,8 +81,8 @@ class CudaLane:
             event: torch.cuda.Event = self._stream.record_event()
             return event
 
-    def hold(self, mark: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(mark)
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())
 
     def finish(self) -> None:
         self._stream.synchronize()
@@ -90,72 +90,63 @@ class CudaLane:
 
 class Layers:
     """`tensors`: the KV of each layer by its name, `[blocks, heads, block_size, width]`. `staged`: `[blocks, layers, heads, block_size,
-    width]`, in memory that the device of the layers can reach, or in the host's. `by_layer`: hooks are called once for each layer of a
-    forward, if at all. One thread calls."""
+    width]`, in memory that the device of the layers can reach, or in the host's. `inward`, `outward`: for loads and saves, so that they do
+    not wait for each other. `by_layer`: hooks are called once for each layer of a forward, if at all. One thread calls."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], staged: Tensor, lane: Lane, by_layer: bool = True) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], staged: Tensor, inward: Lane, outward: Lane, by_layer: bool = True) -> None:
         self._tensors = dict(tensors)
         self._index = {name: i for i, name in enumerate(tensors)}
         self._staged = staged
-        self._lane = lane
+        self._inward, self._outward = inward, outward
         self._by_layer = by_layer
-        self._loading: dict[str, Any] = {}  # layers that the forward has not waited for, and their marks
+        self._loading: dict[str, Any] = {}  # what is loaded for whom: the mark behind it
         self._saves: _Places | None = None
         self._unsaved: list[str] = []
-        self._calling: set[str] = set()  # layers whose hooks have been called
 
     def expect(self, saves: Pairs) -> None:
         """A step has begun, after whose forward these blocks are to be staged."""
-        self._saves, self._unsaved = (self._upload(saves), list(self._tensors)) if saves else (None, [])
+        self._saves, self._unsaved = (self._upload(saves, self._outward), list(self._tensors)) if saves else (None, [])
 
-    def load(self, loads: Pairs, hooked: bool) -> None:
-        """Begins to bring staged blocks to where the forward finds them. `hooked`: it will call `before` for every layer, if ever."""
-        if loads:
-            places = self._upload(loads)
-            self._lane.follow()
-            for name in self._tensors:
-                self._loading[name] = self._lane.submit(partial(self._load, name, places))
-        if not (hooked and self._by_layer and len(self._calling) == len(self._tensors)):
-            for name in list(self._loading):
-                self.before(name)
+    def load(self, request_id: str, pairs: Pairs) -> None:
+        """Begins to bring staged blocks to where a later forward finds them."""
+        places = self._upload(pairs, self._inward)
+        self._inward.follow()
+        self._loading[request_id] = self._inward.submit(partial(self._load, places))
 
-    def before(self, name: str) -> None:
-        """The attention of a layer is about to be submitted."""
-        if (mark := self._loading.pop(name, None)) is not None:
-            self._lane.hold(mark)
+    def loaded(self) -> set[str]:
+        """The requests whose blocks have come, each of them once."""
+        found = {request_id for request_id, mark in self._loading.items() if self._inward.passed(mark)}
+        for request_id in found:
+            del self._loading[request_id]
+        return found
 
     def after(self, name: str) -> None:
         """The attention of a layer has been submitted, and before it what this step adds to the layer's KV."""
-        if name in self._tensors:
-            self._calling.add(name)
         if self._by_layer and name in self._unsaved:
             self._unsaved.remove(name)
             self._begin_save(name)
 
     def end(self) -> None:
-        """The forward has been submitted. Returns when all blocks are staged that `expect` named. Raises RuntimeError if a layer has not
-        waited for its KV: nobody knows what the forward has read."""
-        if self._loading:
-            raise RuntimeError(f"no hook was called before the attention of {', '.join(self._loading)}")
+        """The forward has been submitted. Returns when all blocks are staged that `expect` named."""
         for name in self._unsaved:
             self._begin_save(name)
         if self._saves is not None:
-            self._lane.finish()
+            self._outward.finish()
         self.expect([])
 
     def _begin_save(self, name: str) -> None:
         assert self._saves is not None
-        self._lane.follow()
-        self._lane.submit(partial(self._save, name, self._saves))
+        self._outward.follow()
+        self._outward.submit(partial(self._save, name, self._saves))
 
-    def _upload(self, pairs: Pairs) -> "_Places":
+    def _upload(self, pairs: Pairs, lane: Lane) -> "_Places":
         ours, theirs = torch.tensor(pairs).unbind(1)
         device = next(iter(self._tensors.values())).device
-        return _Places(self._lane.upload(ours, self._staged.device), self._lane.upload(theirs, device))
+        return _Places(lane.upload(ours, self._staged.device), lane.upload(theirs, device))
 
-    def _load(self, name: str, places: "_Places") -> None:
-        tensor = self._tensors[name]
-        tensor[places.theirs] = self._staged[places.ours, self._index[name]].to(tensor.device)
+    def _load(self, places: "_Places") -> None:
+        for layer, tensor in enumerate(self._tensors.values()):
+            tensor[places.theirs] = self._staged[places.ours, layer].to(tensor.device)
 
     def _save(self, name: str, places: "_Places") -> None:
         self._staged[places.ours, self._index[name]] = self._tensors[name][places.theirs].to(self._staged.device)

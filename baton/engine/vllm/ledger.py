@@ -2,13 +2,14 @@
 and does nothing else.
 
 matched    how many positions vLLM need not compute, because their KV is staged
-allocated  vLLM has blocks for them: they are copied before the forward of this step
-step       the blocks of prompts that this step fills are copied after its forward
+allocated  vLLM has blocks for them: their copies begin with this step, and the request is in none until they have landed
+received   they have, on every rank
+step       the blocks of prompts that this step fills are copied beside its forward
 landed     the step is over on every rank
 finished   the request has left vLLM, for whatever reason
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -41,15 +42,16 @@ class Entry:
     saved: int = 0  # leading blocks that were copied out, or will be in a step under way
     cached: int = 0
     loaded: int | None = None  # positions that vLLM took from staged blocks; None: not decided yet
+    loading: bool = False  # they are being copied
     started: bool = False
     gone: bool = False
-    last_step: int = 0  # the last step that copies for this job
+    last_step: int = 0  # the last step that saves for this job
 
 
 @dataclass(slots=True)
 class StepPlan:
     number: int
-    loads: Pairs = field(default_factory=list)
+    loads: dict[str, Pairs] = field(default_factory=dict)  # by vLLM's id of the request
     saves: Pairs = field(default_factory=list)
 
 
@@ -64,7 +66,7 @@ class Ledger:
     def __init__(self, block_size: int) -> None:
         self._size = block_size
         self._entries: dict[str, Entry] = {}  # by vLLM's id of the request
-        self._loads: Pairs = []  # of the step that is being planned
+        self._loads: dict[str, Pairs] = {}  # that begin with the step that is being planned
         self._steps = 0
         self._under_way: dict[int, StepNews] = {}
 
@@ -91,14 +93,23 @@ class Ledger:
         entry.loaded = loaded
         if loaded:
             first, end = entry.cached // self._size, -(-(entry.cached + loaded) // self._size)
-            self._loads += zip(entry.order.blocks[first:end], block_ids[first:end], strict=True)
-            entry.last_step = self._steps + 1
+            self._loads[request_id] = list(zip(entry.order.blocks[first:end], block_ids[first:end], strict=True))
+            entry.loading = True
+
+    def received(self, request_ids: Iterable[str]) -> list[str]:
+        """What these requests loaded is there. Returns the jobs that are closed with it: their requests have left."""
+        news = StepNews()
+        for entry in [self._entries[request_id] for request_id in request_ids]:
+            entry.loading = False
+            if entry.gone:
+                self._close(entry, news)
+        return news.closed
 
     def step(self, computed: Mapping[str, int], block_ids: Callable[[str], Sequence[int]]) -> StepPlan:
         """`computed`: positions of each request in this step that have KV after it."""
         self._steps += 1
         plan, news = StepPlan(self._steps, self._loads), StepNews()
-        self._loads = []
+        self._loads = {}
         for request_id, positions in computed.items():
             entry = self._entries.get(request_id)
             if entry is None:
@@ -115,17 +126,17 @@ class Ledger:
     def landed(self, number: int) -> StepNews:
         """Every rank has done what the plan said."""
         news = self._under_way.pop(number)
-        for entry in [entry for entry in self._entries.values() if entry.gone and entry.last_step <= number]:
+        for entry in [entry for entry in self._entries.values() if entry.gone and not entry.loading and entry.last_step <= number]:
             self._close(entry, news)
         return news
 
     def finished(self, request_id: str) -> list[str]:
-        """Returns the job, which is closed now if it was not before; []: a step under way still copies for it."""
+        """Returns the job, which is closed now if it was not before; []: something still copies for it."""
         entry = self._entries.get(request_id)
         if entry is None:
             return []
         entry.gone = True
-        if entry.last_step in self._under_way or entry.last_step > self._steps:
+        if entry.loading or entry.last_step in self._under_way:
             return []
         news = StepNews()
         self._close(entry, news)

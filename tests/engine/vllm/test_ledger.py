@@ -1,7 +1,7 @@
-"""The ledger beside a small vLLM: admission, chunks, preemption, and aborts at any time, with several steps under way.
+"""The ledger beside a small vLLM: admission, loads, chunks, preemption, and aborts at any time, with several steps under way.
 
-Blocks have contents here, and the copies of a plan are done when its step ends: a copy that comes too early, too late or from the wrong
-block puts wrong KV somewhere.
+Blocks have contents here. The saves of a plan are done when its step ends, its loads at any time after that: a copy that comes too early,
+too late or from the wrong block puts wrong KV somewhere.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +27,9 @@ class Request:
     computed: int = 0  # also by the steps under way
     blocks: list[int] = field(default_factory=list)
     runs: int = 0  # how often it was admitted
-    last: int = 0  # the last step that copies for it
+    matched: tuple[int, int] = (0, 0)  # positions from the prefix cache and from staged blocks
+    loading: list[tuple[int, int]] = field(default_factory=list)
+    last: int = 0  # the last step that saves for it
     done_in: int = 0  # the step with which nothing more is to be copied
     first_step: int = 0
     saved: list[int] = field(default_factory=list)  # staged blocks that were copied out, in a plan
@@ -55,6 +57,7 @@ class Chunk:
 class Step:
     plan: StepPlan
     chunks: list[Chunk]
+    loading: list[Request]  # whose loads begin with it
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -69,6 +72,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.free = set(range(THEIRS))
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.remote: list[Request] = []  # loading, or aborted while they did: vLLM keeps their blocks
         self.everyone: dict[str, Request] = {}  # by job
         self.steps: list[Step] = []  # under way, oldest first
         self.closed: set[str] = set()
@@ -109,7 +113,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), budget=st.integers(1, 9))
     def plan(self, data: st.DataObject, budget: int) -> None:
         chunks: list[Chunk] = []
-        loads: list[tuple[int, int]] = []
+        loads: dict[str, list[tuple[int, int]]] = {}
+        loading: list[Request] = []
         for request in list(self.running):
             n = min(budget, request.known - request.computed)
             if n and self.grow(request, request.computed + n):
@@ -117,41 +122,57 @@ class LedgerMachine(RuleBasedStateMachine):
                 budget -= n
         while self.waiting and budget:
             request = self.waiting[0]
+            if request.computed:  # it has been loaded
+                n = min(budget, request.known - request.computed)
+                if not self.grow(request, request.computed + n):
+                    break
+                self.ledger.allocated(request.id, request.blocks, 0)
+                self.running.append(self.waiting.pop(0))
+                self.expect_start(request, *request.matched)
+                chunks.append(self.chunk(request, n, None))
+                budget -= n
+                continue
             cached = data.draw(st.integers(0, (request.known - 1) // BLOCK)) * BLOCK
             matched = self.ledger.matched(request.id, cached)
             assert matched == self.ledger.matched(request.id, cached), "the answer changes from one attempt to the next"
             assert matched == (0 if request.runs else max(0, request.order.load - cached))
-            n = min(budget, request.known - cached - matched)
+            n = 0 if matched else min(budget, request.known - cached)
             if not self.grow(request, cached + matched + n):
                 break
             self.ledger.allocated(request.id, request.blocks, matched)
-            if matched:
-                lacking = range(cached // BLOCK, -(-(cached + matched) // BLOCK))
-                loads += [(request.order.blocks[i], request.blocks[i]) for i in lacking]
-                request.last = self.planned + 1
-            self.running.append(self.waiting.pop(0))
+            self.waiting.remove(request)
             request.runs += 1
             request.computed = cached + matched
-            if not request.first_step:
-                request.first_step = self.planned + 1
-                self.expect_start(request, cached, matched)
+            if matched:
+                lacking = range(cached // BLOCK, -(-(cached + matched) // BLOCK))
+                request.matched = cached, matched
+                request.loading = [(request.order.blocks[i], request.blocks[i]) for i in lacking]
+                loads[request.id] = list(request.loading)
+                loading.append(request)
+                self.remote.append(request)
+                continue
+            self.running.append(request)
+            self.expect_start(request, cached, 0)
             chunks.append(self.chunk(request, n, cached))
             budget -= n
         plan = self.ledger.step({chunk.request.id: chunk.end for chunk in chunks}, self.block_ids)
         assert plan.number == self.planned + 1
         self.planned += 1
-        assert sorted(plan.loads) == sorted(loads), "loads are what the prefix cache lacked, once, in the step that starts a request"
-        touched = {block for block, _ in (*plan.loads, *plan.saves)}
+        assert plan.loads == loads, "loads are what the prefix cache lacked, once"
+        touched = {block for pairs in (*plan.loads.values(), plan.saves) for block, _ in pairs}
         for job in self.closed:
             assert not touched & set(self.everyone[job].order.blocks), "a copy for a closed job"
         self.expect_saves(plan, chunks)
-        self.steps.append(Step(plan, chunks))
+        self.steps.append(Step(plan, chunks, loading))
 
     def chunk(self, request: Request, n: int, cached: int | None) -> Chunk:
         begin, request.computed = request.computed, request.computed + n
         return Chunk(request, request.runs, begin, request.computed, list(request.blocks), cached)
 
     def expect_start(self, request: Request, cached: int, loaded: int) -> None:
+        if request.first_step:
+            return
+        request.first_step = self.planned + 1
         self.starts[request.job] = (cached, loaded)
         if not request.order.save:
             request.done_in = self.planned + 1
@@ -197,21 +218,48 @@ class LedgerMachine(RuleBasedStateMachine):
         """What the ranks do."""
         for chunk in step.chunks:
             if chunk.cached is not None:
-                for block in chunk.blocks:
-                    self.theirs[block] = [None] * BLOCK
-                self.write(chunk, 0, chunk.cached)
-        for ours, block in step.plan.loads:
-            self.theirs[block] = list(self.staged[ours])
+                self.begin(chunk.request, chunk.blocks, chunk.cached)
+        for request in step.loading:
+            self.begin(request, request.blocks, request.matched[0])
         for chunk in step.chunks:
             here = [self.theirs[chunk.blocks[p // BLOCK]][p % BLOCK] for p in range(chunk.begin)]
             assert here == [(chunk.request.job, p) for p in range(chunk.begin)], "the step computes with wrong KV"
-            self.write(chunk, chunk.begin, chunk.end)
+            self.write(chunk.request, chunk.blocks, chunk.begin, chunk.end)
         for ours, block in step.plan.saves:
             self.staged[ours] = list(self.theirs[block])
 
-    def write(self, chunk: Chunk, begin: int, end: int) -> None:
+    def begin(self, request: Request, blocks: list[int], cached: int) -> None:
+        for block in blocks:
+            self.theirs[block] = [None] * BLOCK
+        self.write(request, blocks, 0, cached)
+
+    def write(self, request: Request, blocks: list[int], begin: int, end: int) -> None:
         for p in range(begin, end):
-            self.theirs[chunk.blocks[p // BLOCK]][p % BLOCK] = (chunk.request.job, p)
+            self.theirs[blocks[p // BLOCK]][p % BLOCK] = (request.job, p)
+
+    @property
+    def begun(self) -> list[Request]:
+        """Whose loads the ranks have begun."""
+        planned = [request for step in self.steps for request in step.loading]
+        return [request for request in self.remote if request not in planned]
+
+    @precondition(lambda self: self.begun)
+    @rule(data=st.data())
+    def receive(self, data: st.DataObject) -> None:
+        self.load(data.draw(st.sampled_from(self.begun)))
+
+    def load(self, request: Request) -> None:
+        for ours, block in request.loading:
+            self.theirs[block] = list(self.staged[ours])
+        request.loading = []
+        self.remote.remove(request)
+        said = self.ledger.received([request.id])
+        if request.gone:
+            self.closes({request.job}, said)
+            self.drop(request)
+        else:
+            assert not said
+            self.waiting.insert(0, request)
 
     def readable(self, request: Request, positions: int) -> bool:
         here = [kv for block in request.staged(positions) for kv in self.staged[block]]
@@ -236,7 +284,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert set(said) - self.closed == expected and len(set(said)) == len(said)
         for job in expected:
             request = self.everyone[job]
-            under_way = [block for step in self.steps for block, _ in (*step.plan.loads, *step.plan.saves)]
+            under_way = [block for step in self.steps for block, _ in step.plan.saves] + [block for block, _ in request.loading]
             assert not set(under_way) & set(request.order.blocks), "a plan that copies for the job has not landed"
             if request.order.save and not request.gone:
                 assert self.readable(request, request.order.save)
@@ -248,10 +296,11 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def finish(self, request: Request) -> None:
         """The request leaves vLLM, which knows nothing of the steps under way then."""
-        (self.running if request in self.running else self.waiting).remove(request)
-        self.drop(request)
         request.gone = True
-        copying = any(step.plan.number == request.last for step in self.steps)
+        if request not in self.remote:
+            (self.running if request in self.running else self.waiting).remove(request)
+            self.drop(request)
+        copying = request in self.remote or any(step.plan.number == request.last for step in self.steps)
         self.closes(set() if copying or request.job in self.closed else {request.job}, self.ledger.finished(request.id))
         assert self.ledger.finished(request.id) == []
 
@@ -263,26 +312,34 @@ class LedgerMachine(RuleBasedStateMachine):
         self.drop(request)
         self.waiting.insert(0, request)
 
-    @precondition(lambda self: self.running or self.waiting)
+    @property
+    def alive(self) -> list[Request]:
+        return [*self.running, *self.waiting, *(request for request in self.remote if not request.gone)]
+
+    @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.finish(data.draw(st.sampled_from([*self.running, *self.waiting])))
+        self.finish(data.draw(st.sampled_from(self.alive)))
 
     @invariant()
     def nobody_is_forgotten(self) -> None:
         leaving = [
-            request for request in self.everyone.values() if request.gone and any(step.plan.number == request.last for step in self.steps)
+            request
+            for request in self.everyone.values()
+            if request.gone and (request in self.remote or any(step.plan.number == request.last for step in self.steps))
         ]
-        assert len(self.ledger) == len(self.running) + len(self.waiting) + len(leaving)
+        assert len(self.ledger) == len(self.alive) + len(leaving)
 
     def teardown(self) -> None:
         if not hasattr(self, "ledger"):
             return
-        self.end([*self.running, *self.waiting])
+        self.end(self.alive)
         while self.steps:
             step = self.steps.pop(0)
             self.compute(step)
             self.check(step.plan.number, self.ledger.landed(step.plan.number))
+        for request in list(self.remote):
+            self.load(request)
         assert len(self.ledger) == 0 and not self.ledger._under_way and self.closed == set(self.everyone)
 
 
@@ -323,35 +380,40 @@ def test_only_what_the_prefix_cache_lacks_is_loaded(cached: int, matched: int, p
     ledger.arrived("r", Order("j", (7, 8, 9), load=10, save=0))
     assert ledger.matched("r", cached) == matched
     ledger.allocated("r", (50, 51, 52, 53), matched)
-    plan = step(ledger, 13)
-    assert plan.loads == pairs and plan.saves == []
-    assert ledger.landed(plan.number) == StepNews([("j", cached, matched)], [], ["j"])
+    first = ledger.step({}, lambda request_id: ())
+    assert first.loads == ({"r": pairs} if pairs else {}) and first.saves == []
+    assert ledger.landed(first.number) == StepNews() and ledger.received(["r"]) == []
+    second = step(ledger, 13)
+    assert ledger.landed(second.number) == StepNews([("j", cached, matched)], [], ["j"])
 
 
 def test_an_attempt_that_found_no_room_loads_nothing() -> None:
     ledger = Ledger(BLOCK)
     ledger.arrived("r", Order("j", (7, 8), load=8, save=0))
     assert ledger.matched("r", 0) == 8
-    assert ledger.step({}, lambda request_id: ()).loads == []
+    assert ledger.step({}, lambda request_id: ()).loads == {}
     assert ledger.matched("r", 4) == 4, "the prefix cache has more now"
     ledger.allocated("r", (50, 51, 52), 4)
-    assert step(ledger, 9).loads == [(8, 51)]
+    assert ledger.step({}, lambda request_id: ()).loads == {"r": [(8, 51)]}
 
 
 def test_a_load_is_planned_once() -> None:
     ledger = started(Order("j", (7, 8), load=8, save=0))
-    assert len(step(ledger, 9).loads) == 2
-    assert step(ledger, 10).loads == []
+    assert len(ledger.step({}, lambda request_id: ()).loads["r"]) == 2
+    assert ledger.received(["r"]) == []
+    ledger.allocated("r", (50, 51, 52), 0)  # vLLM says so again when it admits the request
+    assert step(ledger, 9).loads == {} == step(ledger, 10).loads
 
 
 def test_a_preempted_request_is_not_loaded_again() -> None:
     """Its staged blocks were given back, and may hold another sequence's KV."""
     ledger = started(Order("j", (7, 8), load=8, save=0))
+    ledger.received(["r"])
     assert ledger.landed(step(ledger, 9).number).closed == ["j"]
     assert ledger.matched("r", 0) == 0
     ledger.allocated("r", (60, 61, 62), 0)
     plan = step(ledger, 9)
-    assert plan.loads == [] and ledger.landed(plan.number) == StepNews()
+    assert plan.loads == {} and ledger.landed(plan.number) == StepNews()
 
 
 def test_a_prompt_is_copied_out_block_by_block() -> None:
@@ -377,8 +439,9 @@ def test_a_preemption_does_not_copy_a_block_twice() -> None:
 
 def test_a_prompt_with_fetched_kv_is_copied_out_whole() -> None:
     ledger = started(Order("j", (7, 8, 9), load=6, save=10), cached=4)
-    plan = step(ledger, 10)
-    assert plan.loads == [(8, 51)] and plan.saves == [(7, 50), (8, 51), (9, 52)]
+    assert ledger.step({}, lambda request_id: ()).loads == {"r": [(8, 51)]}
+    ledger.received(["r"])
+    assert step(ledger, 10).saves == [(7, 50), (8, 51), (9, 52)]
 
 
 def test_nothing_is_told_before_the_step_has_landed() -> None:
@@ -411,11 +474,16 @@ def test_a_request_that_ends_in_the_queue_closes_its_job() -> None:
     assert ledger.finished("r") == ["j"] and len(ledger) == 0
 
 
-def test_a_request_that_ends_between_its_blocks_and_its_step_waits_for_the_copy() -> None:
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_request_that_ends_while_it_loads_closes_its_job_when_the_copy_is_over(landed: bool) -> None:
     ledger = started(Order("j", (7, 8), load=8, save=0))
-    assert ledger.finished("r") == []
     plan = ledger.step({}, lambda request_id: ())
-    assert len(plan.loads) == 2 and ledger.landed(plan.number).closed == ["j"]
+    if landed:
+        assert ledger.landed(plan.number) == StepNews()
+    assert ledger.finished("r") == []
+    if not landed:
+        assert ledger.landed(plan.number) == StepNews()
+    assert ledger.received(["r"]) == ["j"] and len(ledger) == 0
 
 
 def test_requests_without_an_order_are_left_alone() -> None:
