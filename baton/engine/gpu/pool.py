@@ -58,6 +58,8 @@ class DevicePool:
         return self.staged.digests(blocks)
 
     def flip(self, block: int) -> None:
+        """On the device, and in what the host has of it."""
+        self.staged.block(block)[0] ^= 1
         with self._on_our_stream():
             self._words[block, 0] ^= 1
             mark = self._mark()

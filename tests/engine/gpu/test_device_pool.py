@@ -78,6 +78,10 @@ def test_digests_are_those_of_the_bytes_and_a_flipped_bit_changes_one(device: to
     pool.flip(7)
     changed = [i for i in range(12) if pool.digests(range(12))[16 * i : 16 * i + 16] != before[16 * i : 16 * i + 16]]
     assert changed == [7]
+    pool.expose([5])
+    exposed = pool.staged.array[5].copy()
+    pool.flip(5)
+    assert np.flatnonzero(pool.staged.array[5] != exposed).tolist() == [0], "whoever reads from the host sees it, too"
 
 
 def test_warming_up_leaves_the_pool_as_it_is(device: torch.device) -> None:
