@@ -24,6 +24,7 @@ from baton.engine.core.contract import EngineStopped
 from baton.engine.core.engine import Malformed, QueueFull, Refused, TooLong
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.sequence import Finish, State
+from baton.engine.core.thinking import Marks, ThinkingBudget
 from baton.engine.options import Options
 from baton.models.make_small import make_toy
 
@@ -111,6 +112,23 @@ async def test_a_form_holds_the_output_wherever_the_stream_is_cut(bench: Bench, 
     holder = bench.seq(PROMPT, hold=True, salt="form", **how)
     assert await bench.run(holder) == whole[:1]
     bench.engine.forget(holder.id)
+    await bench.quiet()
+
+
+async def test_thinking_is_closed_at_its_budget_wherever_the_stream_is_cut(bench: Bench) -> None:
+    closing = tuple(bench.tokenizer.encode("</t>", add_special_tokens=False).ids)
+    budget = ThinkingBudget(4, (Marks("<t>", ("</t>",), closing),), opened=True)
+    how: dict[str, Any] = {
+        "temperature": 1.0,
+        "seed": 5,
+        "thinking": budget,
+        "logit_bias": {closing[0]: -80.0},
+    }  # only the budget brings it
+    whole = await bench.run(bench.seq(PROMPT, **how))
+    at = whole.index(closing[0])
+    assert 4 <= at <= 8 and tuple(whole[at : at + len(closing)]) == closing and len(whole) == 24
+    for cut in (2, at, at + 1, 20):
+        assert await bench.run(bench.seq(PROMPT + whole[:cut], len(PROMPT), **how)) == whole[cut:], cut
     await bench.quiet()
 
 
