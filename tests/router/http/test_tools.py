@@ -177,9 +177,10 @@ def npm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("there is no Node")
     folder = tmp_path_factory.mktemp("npm")
     install = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), NPM_PACKAGE]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        pytest.skip(f"npm cannot install {NPM_PACKAGE}: {done.stderr.strip()[:200]}")
+    try:
+        subprocess.run(install, capture_output=True, text=True, timeout=120, check=True)
+    except subprocess.SubprocessError as error:
+        pytest.skip(f"npm cannot install {NPM_PACKAGE}: {error}")
     return folder
 
 
