@@ -28,6 +28,7 @@ from host_pool import on_host
 
 from baton.cli.up import SHIPPED
 from baton.engine.choice import load_runner
+from baton.engine.core.drafting import Drafter
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.protocol import Chunk, Tokens
@@ -88,14 +89,14 @@ class Stream:
         return Sequence(self.id, tokens, prompt_len or len(self.prompt), self.params, b"root", hold)
 
 
-class Guesses:
+class Guesses(Drafter):
     """Guesses of what some streams will say: right ones, wrong ones, and right ones up to a wrong one."""
 
     def __init__(self, streams: list[Stream], seed: int = 0) -> None:
         self._known = {stream.id: stream.prompt + stream.output for stream in streams}
         self._rng = random.Random(seed)
 
-    def __call__(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, seq: Sequence, most: int) -> list[int]:
         count, at = self._rng.randrange(MOST_GUESSES + 1), len(seq.tokens)
         right = self._known.get(seq.id, [])[at : at + min(most, count)]
         if right and self._rng.random() < 0.5:
@@ -104,17 +105,17 @@ class Guesses:
 
 
 class Bench:
-    """Engines with the same weights, and pools of their own. `propose` guesses for all that are made from now on."""
+    """Engines with the same weights, and pools of their own. `drafter` guesses for all that are made from now on."""
 
     def __init__(self, runner: ModelRunner, longest: int, streams: int) -> None:
         self._runner, self._longest, self._streams = runner, longest, streams
-        self.propose: Guesses | None = None
+        self.drafter: Guesses | None = None
 
     def engine(self, budget: int = 512, **options: Any) -> Engine:
         runner = Watched(self._runner.model, self._runner.layout, self._runner.device)
         block = runner.layout.block_size
         runner.attach(KvPool(runner.layout, (self._streams + 2) * -(-self._longest // block)))
-        return Engine(runner, Limits(self._streams, max(budget, self._streams)), self._longest, propose=self.propose, **options)
+        return Engine(runner, Limits(self._streams, max(budget, self._streams)), self._longest, drafter=self.drafter, **options)
 
 
 Served = list[tuple[Sequence, Engine]]
@@ -302,7 +303,7 @@ def measure(
     longest = 2 * (max(map(len, prompts)) + tokens) + 2
     bench = Bench(runner, longest, len(prompts))
     for way, temperature in (("greedy", 0.0), ("seeded", 0.8)):
-        rng, bench.propose = random.Random(seed), None
+        rng, bench.drafter = random.Random(seed), None
         streams = [
             Stream(f"s{i}", prompt, SamplingParams(max_tokens=tokens, temperature=temperature, seed=i, ignore_eos=True))
             for i, prompt in enumerate(prompts)
@@ -313,7 +314,7 @@ def measure(
         for kind in (*KINDS, *LATER, *CONTROLS):
             has_before = kind in LATER or kind is output_reused
             given = (turns, later) if has_before else (streams, digests)
-            bench.propose = Guesses(given[0]) if guess else None
+            bench.drafter = Guesses(given[0]) if guess else None
             yield way, kind.__name__, differences(*given, kind(bench, given[0], rng))
 
 

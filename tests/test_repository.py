@@ -150,6 +150,7 @@ HOMES = {
 PURE = (
     "baton/engine/defaults.py",
     "baton/engine/core/arrivals.py", "baton/engine/core/scheduler.py", "baton/engine/core/blocks.py", "baton/engine/core/sequence.py",
+    "baton/engine/core/drafting.py", "baton/engine/core/prompt_lookup.py",
     "baton/engine/core/grammar.py", "baton/engine/core/masks.py", "baton/engine/core/thinking.py", "baton/engine/grammars/closing.py",
     "baton/engine/grammars/keywords.py", "baton/engine/grammars/repetition.py",
     "baton/stages.py", "kvtransfer/lease.py",

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from baton.engine.core import toy
+from baton.engine.core.drafting import Drafter, Paced
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.progress import Step, tell
+from baton.engine.core.prompt_lookup import PromptLookup
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, OutOfDeviceMemory, Runner
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
@@ -127,7 +129,8 @@ def pool_bytes(options: Options) -> int:
 def _on_cpu(runner: Any, options: Options, longest: int) -> Engine:
     blocks = count_blocks(options, longest, runner.layout.block_bytes, available_memory())
     runner.attach(KvPool(runner.layout, blocks))
-    return Engine(runner, options.engine.limits, longest, options.engine.prefix_caching, options.engine.reuse_output)
+    engine = options.engine
+    return Engine(runner, engine.limits, longest, engine.prefix_caching, engine.reuse_output, _drafter(options, runner))
 
 
 def _on_device(runner: Any, options: Options, longest: int) -> Engine:
@@ -165,7 +168,18 @@ def _on_device(runner: Any, options: Options, longest: int) -> Engine:
         ) from None
     except ValueError as error:
         raise BuildError(str(error)) from None
-    return OverlapEngine(runner, limits, longest, engine.prefix_caching)
+    return OverlapEngine(runner, limits, longest, engine.prefix_caching, _drafter(options, runner))
+
+
+def _drafter(options: Options, runner: Runner) -> Drafter | None:
+    """Call it when the runner has its pool."""
+    if options.engine.speculation == "none":
+        return None
+    if not (runner.separates_output or isinstance(runner, toy.ToyRunner)):
+        log.warning(
+            "engine.speculation: this arithmetic has other last bits for several tokens in a step than for one, so a token may differ"
+        )
+    return Paced(PromptLookup(), options.engine.speculation_tokens)
 
 
 def _settled(options: Options, config: Mapping[str, Any], device: DeviceFacts) -> Options:

@@ -172,6 +172,21 @@ class EngineOptions(Section):
         "baton.engine.core.scheduler",
     )
     batch_wait_s: float = option(0.5, "Longest wait for a static batch to fill, seconds.", "baton.engine.core.scheduler", ge=0, le=60)
+    speculation: Literal["none", "prompt_lookup"] = option(
+        "none",
+        "What guesses the next tokens, so that one step yields several; the output stays the same. prompt_lookup: what followed the"
+        " same tokens earlier in the prompt or output.",
+        "baton.engine.build",
+    )
+    speculation_tokens: int = option(
+        8, "Maximum number of guesses for a sequence in one step; fewer where they were wrong.", "baton.engine.build", ge=1, le=64
+    )
+    speculation_batch_tokens: int | None = by_device(
+        "Guesses fill a step up to so many tokens; one that has them without guesses gets none. auto: 64 on cuda, 16 on a CPU.",
+        "baton.engine.core.scheduler",
+        ge=1,
+        le=1_048_576,
+    )
 
     @property
     def kv_memory_bytes(self) -> int | None:
@@ -187,7 +202,9 @@ class EngineOptions(Section):
         given = {limit.name: getattr(self, limit.name) for limit in fields(Limits)}
         return Limits(**{name: value for name, value in given.items() if value is not None})
 
-    @field_validator("block_size", "kv_memory_fraction", "max_num_seqs", "max_num_batched_tokens", mode="before")
+    @field_validator(
+        "block_size", "kv_memory_fraction", "max_num_seqs", "max_num_batched_tokens", "speculation_batch_tokens", mode="before"
+    )
     @classmethod
     def _left_open(cls, value: object) -> object:
         return None if value == "auto" else value

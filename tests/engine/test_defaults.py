@@ -86,4 +86,6 @@ def test_whatever_was_open_has_a_reason() -> None:
         why = settle(Options.of(Path(), device=device.kind), device, "bfloat16").why
         keys = {"block_size", "kv_memory_fraction", "max_num_seqs", "max_num_batched_tokens"}
         assert why.keys() == {"model.dtype", *(f"engine.{key}" for key in keys)} and all(why.values())
+        settled = settle(Options.of(Path(), device=device.kind, speculation="prompt_lookup"), device, "bfloat16")
+        assert settled.why.keys() == why.keys() | {"engine.speculation_batch_tokens"} and settled.options.engine.speculation_batch_tokens
     assert settle(Options.of(Path()), T4, "bfloat16").why["model.dtype"].startswith("the checkpoint is bfloat16, which a GPU of")

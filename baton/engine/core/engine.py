@@ -8,9 +8,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from baton.engine.core.blocks import BlockPool
+from baton.engine.core.drafting import Drafter
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingToSample, OutOfDeviceMemory, Runner, Tokens
 from baton.engine.core.sampling import Sampled
-from baton.engine.core.scheduler import Limits, Propose, Scheduler
+from baton.engine.core.scheduler import Limits, Scheduler
 from baton.engine.core.sequence import Finish, Sequence, State, finish_reason
 
 
@@ -69,15 +70,16 @@ class Engine:
         max_len: int,
         prefix_caching: bool = True,
         reuse_output: bool = False,
-        propose: Propose | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """`reuse_output`: KV of output may serve as the KV of a prompt, though its last bits differ (see `Runner.separates_output`).
-        `propose`: guesses what comes next, see `scheduler`."""
+        `drafter`: guesses what comes next."""
         self.runner = runner
         self.max_len = max_len  # tokens of one sequence, prompt and output
         self.pool = BlockPool(runner.pool.num_blocks, prefix_caching)
         self.block_size = runner.layout.block_size
-        self.scheduler = Scheduler(self.pool, limits, self.block_size, runner.separates_output and not reuse_output, propose)
+        self.scheduler = Scheduler(self.pool, limits, self.block_size, runner.separates_output and not reuse_output, drafter)
+        self.drafter = Drafter() if drafter is None else drafter
         self.sequences: dict[str, Sequence] = {}
         self.counts = Counts()
         if max_len > self.pool.num_blocks * self.block_size:
@@ -156,9 +158,10 @@ class Engine:
     def abort(self, seq_id: str) -> list[int]:
         """Forgets a sequence in any state. Returns the blocks that a fetch may still be filling (see `give_up`), else []."""
         self.scheduler.claims.pop(seq_id, None)
-        seq = self.sequences.pop(seq_id, None)
+        seq = self.sequences.get(seq_id)
         if seq is None:
             return []
+        self._leave(seq)
         match seq.state:
             case State.FETCHING:
                 return self._withdraw(seq, "abort")
@@ -205,7 +208,7 @@ class Engine:
         plan, counts = self.scheduler.schedule(now), self.counts
         counts.preemptions += len(plan.preempted)
         for seq in plan.expired:
-            del self.sequences[seq.id]
+            self._leave(seq)
             outputs.append(Output(seq, None, expired=True))
         for seq in (chunk.seq for chunk in plan.chunks if chunk.seq.started_at is None):
             seq.started_at = now
@@ -246,6 +249,8 @@ class Engine:
         self._advance(seq, chunk.n)
         if not tokens:
             return [Output(seq, None, full=tuple(seq.blocks[: seq.computed // self.block_size]))] if seq.hold else []
+        if chunk.drafts:
+            self.drafter.observe(seq, len(chunk.drafts), len(tokens) - 1)
         outputs = [self._settle(seq, tokens[0])]
         for token in tokens[1:]:
             if seq.state is not State.RUNNING:
@@ -286,8 +291,12 @@ class Engine:
             return Output(seq, sampled)
         seq.move("finish")
         self.scheduler.free(seq)
-        del self.sequences[seq.id]
+        self._leave(seq)
         return Output(seq, sampled, reason)
+
+    def _leave(self, seq: Sequence) -> None:
+        del self.sequences[seq.id]
+        self.drafter.forget(seq)
 
 
 def check(seq: Sequence, vocab_size: int, max_len: int) -> None:

@@ -17,19 +17,17 @@ the previous batch ends; a static one waits until it is full, for `batch_wait_s`
 """
 
 import math
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from baton.engine.core.arrivals import Arrivals
 from baton.engine.core.block_key import extend_keys
 from baton.engine.core.blocks import BlockPool, Content
+from baton.engine.core.drafting import Drafter
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sequence import Sequence, State
 
-# (sequence, most) → guesses of the tokens that follow its known ones, at most so many. It may know nothing: then there are none.
-Propose = Callable[[Sequence, int], Seq[int]]
 Batching = Literal["continuous", "dynamic", "static"]
 
 
@@ -41,10 +39,12 @@ class Limits:
     max_queue: int = 256
     batching: Batching = "continuous"
     batch_wait_s: float = 0.5
+    speculation_batch_tokens: int = 1 << 20  # a step that is as large gets no guesses, and none grows larger by them
 
     def __post_init__(self) -> None:
         """Raises ValueError, with the name of the limit, if no sequence could ever run."""
-        for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_queue", 1), ("batch_wait_s", 0)):
+        ones = "max_num_seqs", "max_num_batched_tokens", "max_queue", "speculation_batch_tokens"
+        for name, least in (*((name, 1) for name in ones), ("batch_wait_s", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"engine.{name}: must be {least} or more, got {getattr(self, name)}")
         if not 0 <= self.reserve_growth <= 1:
@@ -64,10 +64,10 @@ class Schedule:
 
 class Scheduler:
     def __init__(
-        self, pool: BlockPool, limits: Limits, block_size: int, separates_output: bool = False, propose: Propose | None = None
+        self, pool: BlockPool, limits: Limits, block_size: int, separates_output: bool = False, drafter: Drafter | None = None
     ) -> None:
         """`separates_output`: see `Runner`."""
-        self._propose = propose
+        self._drafter = drafter
         self._separates_output = separates_output
         self.pool = pool
         self.limits = limits
@@ -97,8 +97,8 @@ class Scheduler:
             seq.move("admit")
             self.running.append(seq)
             budget -= self._chunk(seq, budget, plan)
-        if self._propose is not None and not plan.preempted:
-            self._add_guesses(plan, budget, self._propose)
+        if self._drafter is not None and not plan.preempted:
+            self._add_guesses(plan, budget, self._drafter)
         return plan
 
     def reserve(self, seq: Sequence) -> bool:
@@ -228,14 +228,15 @@ class Scheduler:
         plan.chunks.append(Chunk(seq, n))
         return n
 
-    def _add_guesses(self, plan: Schedule, budget: int, propose: Propose) -> None:
+    def _add_guesses(self, plan: Schedule, budget: int, drafter: Drafter) -> None:
         """Gives the decodes guesses out of what is left of the budget. Nobody loses a block for a guess."""
+        budget = min(budget, self.limits.speculation_batch_tokens - sum(chunk.n for chunk in plan.chunks))
         for i, chunk in enumerate(plan.chunks):
             seq = chunk.seq
             most = min(budget, seq.remaining - 1)
             if not (chunk.samples and chunk.n == 1) or seq.hold or most <= 0:
                 continue
-            drafts = tuple(propose(seq, most))
+            drafts = tuple(drafter.propose(seq, most))
             missing = self._blocks_for(seq.computed + 1 + len(drafts)) - len(seq.blocks)
             if missing > 0:
                 seq.blocks += self.pool.allocate(min(missing, self.pool.available)) or []

@@ -29,9 +29,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.engine.core.blocks import BlockPool
+from baton.engine.core.drafting import Drafter
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingAllowed, OutOfDeviceMemory, Runner, Tokens
-from baton.engine.core.scheduler import Limits, Propose, Scheduler
+from baton.engine.core.scheduler import Limits, Scheduler
 from baton.engine.core.sequence import Sequence
 
 UNKNOWN = -1
@@ -76,8 +77,8 @@ class Flight:
 class LateScheduler(Scheduler):
     """A scheduler that parks blocks to which a step in flight may still write."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, block_size: int, propose: Propose | None = None) -> None:
-        super().__init__(pool, limits, block_size, propose=propose)
+    def __init__(self, pool: BlockPool, limits: Limits, block_size: int, drafter: Drafter | None = None) -> None:
+        super().__init__(pool, limits, block_size, drafter=drafter)
         self.flight: Flight | None = None
 
     def lacks_blocks(self) -> bool:
@@ -101,11 +102,11 @@ class OverlapEngine(Engine):
     scheduler: LateScheduler
 
     def __init__(
-        self, runner: OverlapRunner, limits: Limits, max_len: int, prefix_caching: bool = True, propose: Propose | None = None
+        self, runner: OverlapRunner, limits: Limits, max_len: int, prefix_caching: bool = True, drafter: Drafter | None = None
     ) -> None:
-        super().__init__(runner, limits, max_len, prefix_caching)
-        self.scheduler = LateScheduler(self.pool, limits, self.block_size, propose=propose)
-        self._guesses = propose is not None
+        super().__init__(runner, limits, max_len, prefix_caching, drafter=drafter)
+        self.scheduler = LateScheduler(self.pool, limits, self.block_size, drafter=drafter)
+        self._guesses = drafter is not None
 
     @property
     def idle(self) -> bool:

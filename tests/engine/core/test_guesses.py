@@ -10,6 +10,7 @@ from host_pool import carry, on_host
 from late_toy import LateEngine, LateToy
 
 from baton.engine.core.block_key import root_key
+from baton.engine.core.drafting import Drafter
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.protocol import Chunk, accepted
@@ -24,13 +25,13 @@ ROOT = root_key("toy")
 HOW_RIGHT = (1.0, 0.0, 0.7)
 
 
-class Guesser:
+class Guesser(Drafter):
     """Knows what the toy will say. Each guess is right with probability `right`, and there are up to `most` of them."""
 
     def __init__(self, right: float, most: int = 5, seed: int = 0) -> None:
         self._right, self._most, self._rng = right, most, random.Random(seed)
 
-    def __call__(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, seq: Sequence, most: int) -> list[int]:
         assert most > 0 and seq.state is State.RUNNING and min(seq.tokens) >= 0
         whole = [*seq.tokens[: seq.prompt_len], *naive(seq.tokens[: seq.prompt_len], seq.params)]
         known = whole[len(seq.tokens) : len(seq.tokens) + self._rng.randint(0, self._most)]
@@ -43,7 +44,7 @@ def make(kind: str, guesser: Guesser | None, blocks: int = 64, caching: bool = T
         return LateEngine(LateToy(blocks, CONFIG, BLOCK), bounds, min(128, blocks * BLOCK), caching, guesser)
     runner = ToyRunner(CONFIG, "toy", BLOCK)
     runner.attach(KvPool(runner.layout, blocks))
-    return Engine(runner, bounds, min(128, blocks * BLOCK), caching, propose=guesser)
+    return Engine(runner, bounds, min(128, blocks * BLOCK), caching, drafter=guesser)
 
 
 def sequence(name: str, tokens: list[int], hold: bool = False, prompt_len: int | None = None, **params: Any) -> Sequence:

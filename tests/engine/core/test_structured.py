@@ -16,6 +16,7 @@ from late_toy import LateEngine, LateToy
 from baton.engine.core.block_key import root_key
 from baton.engine.core.commands import Commands
 from baton.engine.core.contract import Listener
+from baton.engine.core.drafting import Drafter
 from baton.engine.core.engine import Engine, Malformed, Output
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvPool
@@ -68,13 +69,13 @@ def matcher(form: Grammar | None, thinking: ThinkingBudget | None = None) -> Mat
     return found
 
 
-class Guesser:
+class Guesser(Drafter):
     """Some guesses are right, some fit the grammar and are wrong, some do not fit it."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
-    def __call__(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, seq: Sequence, most: int) -> list[int]:
         whole = expected(seq)
         known = whole[seq.output_len : seq.output_len + self._rng.randint(0, 5)]
         return [token if self._rng.random() < 0.7 else self._rng.randrange(257) for token in known]
@@ -86,7 +87,7 @@ def make(kind: str, guesses: bool = False, blocks: int = 64) -> Engine:
         return LateEngine(LateToy(blocks, CONFIG, BLOCK), limits, min(128, blocks * BLOCK), True, guesser)
     runner = ToyRunner(CONFIG, "toy", BLOCK)
     runner.attach(KvPool(runner.layout, blocks))
-    return Engine(runner, limits, min(128, blocks * BLOCK), propose=guesser)
+    return Engine(runner, limits, min(128, blocks * BLOCK), drafter=guesser)
 
 
 def sequence(name: str, tokens: list[int], form: Grammar | None, prompt_len: int | None = None, **params: Any) -> Sequence:

@@ -95,6 +95,7 @@ def test_arguments_that_the_handoff_rests_on_are_among_the_refused(name: str) ->
     ("change", "key"),
     [
         ({"weight_dtype": "int8"}, "engine.weight_dtype"),
+        ({"speculation": "prompt_lookup"}, "engine.speculation"),
         ({"attention_backend": "triton"}, "engine.attention_backend"),
         ({"compiled": False}, "engine.compiled"),
         ({"equal_arithmetic": True}, "engine.equal_arithmetic"),

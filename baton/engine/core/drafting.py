@@ -1,0 +1,90 @@
+"""What guesses the next tokens of a sequence, and how many guesses are worth the step that verifies them. Pure.
+
+A draft is verified by sampling as if there were none (`baton.engine.core.protocol`), so a drafter changes how many steps an output takes,
+and nothing else. A method is a `Drafter`; `Paced` stands before any of them and asks for as many tokens as their acceptance is worth.
+
+If a token is accepted with probability a where all before it are, the i-th of a draft becomes output with probability a^i. It is worth
+computing while that is more than what its row adds to the step, as a share of the step (Leviathan et al., "Fast Inference from
+Transformers via Speculative Decoding", 2023, section 3). The share holds for steps that are bound by reading the weights; where a step is
+so large that it is bound by computing, the scheduler asks nobody (`Limits.speculation_batch_tokens`).
+"""
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from baton.engine.core.sequence import Sequence
+
+ROW_COST = 0.15  # of a step with one row: what one row more adds. Assumed, not measured
+FIRST_ACCEPTANCE = 0.6  # of a sequence of which nothing is known
+NEWEST = 1 / 8  # weight of the newest verified token in the estimate
+RETRY_TOKENS = 32  # without a draft, before a sequence whose drafts are bad gets one of one token
+
+
+class Drafter:
+    """One for all sequences of an engine. This one knows nothing and remembers nothing."""
+
+    cost = 0.0  # of drafting one token, as a share of a step with one row
+
+    @property
+    def remembered(self) -> int:
+        """Sequences of which it knows something: at most those that are in the engine."""
+        return 0
+
+    def propose(self, seq: Sequence, most: int) -> Seq[int]:
+        """Guesses of what follows `seq.tokens`, at most `most >= 1`, or none. All tokens are known, and those of an earlier call are still
+        there."""
+        return ()
+
+    def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        """So many guesses were verified in a step, and so many of them, the first ones, were what the target said."""
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has left the engine, whether or not anything was proposed for it."""
+
+
+@dataclass(slots=True)
+class Pace:
+    acceptance: float = FIRST_ACCEPTANCE  # exponentially decaying estimate
+    drafted_at: int = 0  # tokens that were known
+
+
+class Paced(Drafter):
+    """Asks another drafter for as many tokens as are worth it, `bound` at most."""
+
+    def __init__(self, drafter: Drafter, bound: int) -> None:
+        self._drafter = drafter
+        self._bound = bound
+        self._paces: dict[Sequence, Pace] = {}
+
+    @property
+    def remembered(self) -> int:
+        return max(len(self._paces), self._drafter.remembered)
+
+    def propose(self, seq: Sequence, most: int) -> Seq[int]:
+        pace = self._paces.setdefault(seq, Pace())
+        worth = tokens_worth(pace.acceptance, ROW_COST + self._drafter.cost, self._bound)
+        if worth == 0 and len(seq.tokens) - pace.drafted_at < RETRY_TOKENS:
+            return ()
+        drafts = self._drafter.propose(seq, min(most, max(1, worth)))
+        if drafts:
+            pace.drafted_at = len(seq.tokens)
+        return drafts
+
+    def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        """What comes after the first wrong guess says nothing about acceptance."""
+        pace = self._paces[seq]
+        for outcome in [1.0] * accepted + [0.0] * (accepted < drafted):
+            pace.acceptance += NEWEST * (outcome - pace.acceptance)
+        self._drafter.observe(seq, drafted, accepted)
+
+    def forget(self, seq: Sequence) -> None:
+        self._paces.pop(seq, None)
+        self._drafter.forget(seq)
+
+
+def tokens_worth(acceptance: float, cost: float, bound: int) -> int:
+    """The largest i up to `bound` with `acceptance ** i >= cost`, for a cost between 0 and 1."""
+    if acceptance < cost:
+        return 0
+    return bound if acceptance >= 1 else min(bound, int(math.log(cost) / math.log(acceptance)))

@@ -1,0 +1,84 @@
+"""Drafts without a model: what followed the last time that these tokens stood in the prompt or in the output. Pure.
+
+Prompt lookup decoding (Saxena, github.com/apoorvumang/prompt-lookup-decoding, 2023): answers that quote, edit or sum up their prompt, and
+texts that repeat themselves, contain long pieces of what was there before.
+
+The longest match that ends with the last known token counts, and of equal ones the latest. It is found through a hash chain, as in LZ77
+compressors (RFC 1951, section 4): a table leads from the last two tokens to their latest occurrence, and a link from each occurrence to the
+one before. At most `CANDIDATES` occurrences are looked at, and at most `LONGEST` tokens of each, so a token costs as much at position 8,000
+as at position 80: one entry, and at most so many comparisons. A suffix automaton would find the longest of all matches, in several times
+the memory, and would have to be updated along its links to know the latest.
+"""
+
+from array import array
+from collections.abc import Sequence as Seq
+
+from baton.engine.core.drafting import Drafter
+from baton.engine.core.sequence import Sequence
+
+SHORTEST = 2  # tokens of a match
+LONGEST = 16  # a longer match counts as one of so many
+CANDIDATES = 16
+TAKEN_IN = 512  # tokens of a long prompt that enter the table in one step; a stream beside it waits no longer
+NOWHERE = -1
+
+
+class History:
+    """Where one sequence has said what. A place is a position whose token is known, and stands for the `SHORTEST` tokens before it."""
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[int, ...], int] = {}
+        self._earlier = array("i", [NOWHERE] * SHORTEST)  # by place: the one before it with the same tokens before it
+
+    def take_in(self, tokens: Seq[int], most: int) -> None:
+        """Learns at most `most` of the places that it does not know yet."""
+        known = len(self._earlier)
+        for place in range(known, min(len(tokens), known + most)):
+            before = tuple(tokens[place - SHORTEST : place])
+            self._earlier.append(self._latest.get(before, NOWHERE))
+            self._latest[before] = place
+
+    def match(self, tokens: Seq[int]) -> int:
+        """The place after the longest match of the last tokens, or NOWHERE."""
+        best, length = NOWHERE, 0
+        place = self._latest.get(tuple(tokens[-SHORTEST:]), NOWHERE)
+        for _ in range(CANDIDATES):
+            if place == NOWHERE or length == LONGEST:
+                break
+            if (found := common(tokens, place)) > length:
+                best, length = place, found
+            place = self._earlier[place]
+        return best
+
+
+def common(tokens: Seq[int], place: int) -> int:
+    """How many tokens before `place`, at least `SHORTEST`, equal the last ones. It looks at no more than `LONGEST`."""
+    end, most = len(tokens), min(LONGEST, place)
+    length = SHORTEST
+    while length < most and tokens[place - 1 - length] == tokens[end - 1 - length]:
+        length += 1
+    return length
+
+
+class PromptLookup(Drafter):
+    """Costs next to nothing, and about a hundred bytes of memory for a token of a sequence that is here."""
+
+    def __init__(self) -> None:
+        self._histories: dict[Sequence, History] = {}
+
+    @property
+    def remembered(self) -> int:
+        return len(self._histories)
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        """A match that is nearer to the end than `most` tokens is read as a text that goes round."""
+        history = self._histories.setdefault(seq, History())
+        history.take_in(seq.tokens, TAKEN_IN)
+        place = history.match(seq.tokens)
+        if place == NOWHERE:
+            return []
+        period = len(seq.tokens) - place
+        return [seq.tokens[place + i % period] for i in range(most)]
+
+    def forget(self, seq: Sequence) -> None:
+        self._histories.pop(seq, None)

@@ -1,0 +1,332 @@
+"""What holds for every drafter: with it, each sequence says what it says without, down to the bits of its log-probabilities, whatever
+happens to it; and nothing is remembered of one that has left. On the toy, on both engines, and with real kernels on the shipped model."""
+
+import random
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from continuation import Watched
+from late_toy import LateEngine, LateToy
+from tokenizers import Tokenizer
+
+from baton.cli.up import SHIPPED
+from baton.engine import runner
+from baton.engine.build import build
+from baton.engine.choice import load_runner
+from baton.engine.core import toy
+from baton.engine.core.block_key import root_key
+from baton.engine.core.drafting import RETRY_TOKENS, Drafter, Paced, tokens_worth
+from baton.engine.core.engine import Engine
+from baton.engine.core.grammar import Grammar
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.prompt_lookup import CANDIDATES, LONGEST, NOWHERE, SHORTEST, TAKEN_IN, History, PromptLookup
+from baton.engine.core.protocol import Tokens
+from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence
+from baton.engine.core.toy import ToyRunner
+from baton.engine.grammars.library import Vocabulary, compile_grammar
+from baton.engine.options import Options
+from baton.engine.runner import ModelRunner
+from baton.models.make_small import make_toy
+
+TOY = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}
+KINDS = ("engine", "overlap", "tale")
+METHODS: dict[str, Callable[[], Drafter]] = {
+    "prompt_lookup": PromptLookup,
+    "paced": lambda: Paced(PromptLookup(), 8),
+}
+FORM = Grammar("regex", "(abba[a-c]){3,9}")
+WORDS = "The cat sat on the mat. The dog sat on the mat. The cat"
+STORY = "Once upon a time there was a little girl. One day the little girl"
+Said = dict[str, list[Sampled]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def tale() -> ModelRunner:
+    return load_runner(ModelRunner, SHIPPED, products="baton")
+
+
+@cache
+def vocabulary(kind: str, toy_folder: Path) -> Vocabulary:
+    if kind == "tale":
+        return Vocabulary.load(SHIPPED, tale().vocab_size, sorted(tale().eos_token_ids))
+    make_toy(toy_folder)
+    return Vocabulary.load(toy_folder, 257, [256])
+
+
+def make(kind: str, drafter: Drafter | None, blocks: int = 200, caching: bool = True, **limits: Any) -> Engine:
+    bounds = Limits(**{"max_num_seqs": 6, "max_num_batched_tokens": 24, "reserve_growth": 0.0, **limits})
+    if kind == "overlap":
+        return LateEngine(LateToy(blocks, TOY, 16), bounds, 160, caching, drafter)
+    made: Any = ToyRunner(TOY, "toy", 16) if kind == "engine" else Watched(tale().model, tale().layout, tale().device)
+    made.attach(KvPool(made.layout, blocks))
+    return Engine(made, bounds, 160, caching, drafter=drafter)
+
+
+def crowd(kind: str, folder: Path) -> list[Sequence]:
+    """Prompts that repeat themselves, two of which begin alike, and every kind of sampling."""
+    if kind == "tale":
+        encode = Tokenizer.from_file(str(SHIPPED / "tokenizer.json")).encode
+        prompts = [encode(text, add_special_tokens=False).ids for text in (WORDS * 3, WORDS * 3 + ". " + STORY, STORY)]
+    else:
+        prompts = [list(text.encode()) for text in (WORDS[:25] * 2, WORDS[:25] * 2 + STORY[:15], STORY[:40])]
+    ways: dict[str, dict[str, Any]] = {
+        "greedy": {"temperature": 0.0},
+        "seeded": {"temperature": 0.8, "seed": 5},
+        "penalties": {"temperature": 0.7, "seed": 6, "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+        "bias": {"temperature": 0.0, "logit_bias": {7: 100.0}, "min_tokens": 9},
+        "stop": {"temperature": 1.0, "seed": 7, "stop_token_ids": frozenset(range(0, 256, 9)), "ignore_eos": False},
+        "form": {"temperature": 1.0, "seed": 8, "structured": FORM, "ignore_eos": False},
+    }
+    seqs = []
+    for name, way in ways.items():
+        for i, prompt in enumerate(prompts):
+            params = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, "logprobs": 2, **way})
+            matcher = compile_grammar(vocabulary(kind, folder), FORM).matcher((), None) if params.structured else None
+            seqs.append(Sequence(f"{name}{i}", list(prompt), len(prompt), params, root_key(kind), matcher=matcher))
+    return seqs
+
+
+def serve(engine: Engine, seqs: list[Sequence], seed: int | None = None) -> Said:
+    """All at once, or with a seed: they join at any time, and a few are aborted."""
+    rng, waiting, said = random.Random(seed), list(seqs), dict[str, list[Sampled]]()
+    while waiting or not engine.idle:
+        while waiting and (seed is None or rng.random() < 0.3):
+            engine.add(waiting.pop(0))
+        if seed is not None and engine.sequences and rng.random() < 0.02:
+            engine.abort(rng.choice(sorted(engine.sequences)))
+        for output in engine.step():
+            assert output.failure is None
+            if output.sampled:
+                said.setdefault(output.seq.id, []).append(output.sampled)
+    engine.pool.check()
+    assert engine.pool.num_owned == 0
+    return said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("toy")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def undrafted(request: pytest.FixtureRequest, folder: Path) -> tuple[str, Said, dict[tuple[str, int], bytes]]:
+    engine = make(request.param, None)
+    said = serve(engine, crowd(request.param, folder))
+    return request.param, said, dict(engine.runner.seen) if isinstance(engine.runner, Watched) else {}
+
+
+class Wrong(Drafter):
+    """Knows what will be said, and says something else."""
+
+    def __init__(self, said: Said) -> None:
+        self._said = said
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        return [token.token + 1 if token.token < 200 else 3 for token in self._said[seq.id][seq.output_len :][: min(most, 4)]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_sequence_says_what_it_says_without(method: str, undrafted: Any, folder: Path) -> None:
+    """Few blocks, small steps: preemptions, prompts in chunks, prefixes from the cache, and some are aborted. `Sampled` has the
+    log-probabilities, and on the shipped model every bit of the logits is compared, too."""
+    kind, wanted, logits = undrafted
+    preempted = hits = aborted = 0
+    for seed in (1, 2):
+        engine = make(kind, METHODS[method](), blocks=11 if kind == "tale" else 13)
+        said = serve(engine, crowd(kind, folder), seed)
+        for name, tokens in wanted.items():
+            assert said.get(name, []) == tokens[: len(said.get(name, []))], name
+            aborted += len(said.get(name, [])) < len(tokens)
+        if isinstance(engine.runner, Watched):
+            same = [engine.runner.seen[key] == digest for key, digest in logits.items() if key in engine.runner.seen]
+            assert all(same) and len(same) > 300
+        counts = engine.counts
+        preempted, hits = preempted + counts.preemptions, hits + counts.hit_tokens
+        assert 0 < counts.accepted_tokens <= counts.drafted_tokens and engine.drafter.remembered == 0
+    assert preempted and hits and 0 < aborted < len(wanted)
+
+
+def test_wrong_guesses_change_nothing_but_counts(undrafted: Any, folder: Path) -> None:
+    kind, wanted, _ = undrafted
+    engine = make(kind, Wrong(wanted))
+    assert serve(engine, crowd(kind, folder)) == wanted
+    assert engine.counts.drafted_tokens > 100 and engine.counts.accepted_tokens == 0
+
+
+def test_a_verifier_that_believes_is_found_out(undrafted: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the two tests above."""
+
+    def believed(drafts: Seq[int], sampled: Seq[Sampled]) -> Tokens:
+        return (*map(Sampled, drafts), sampled[-1]) if sampled else ()
+
+    kind, wanted, _ = undrafted
+    for module in (toy, runner):
+        monkeypatch.setattr(module, "accepted", believed)
+    unformed = [seq for seq in crowd(kind, folder) if seq.matcher is None]
+    said = serve(make(kind, Wrong(wanted)), unformed)
+    assert sum(said[seq.id] != wanted[seq.id] for seq in unformed) > len(unformed) // 2
+
+
+def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
+    """The toy soon says one token for ever."""
+    steps = {}
+    for name, drafter in (("none", None), ("prompt_lookup", Paced(PromptLookup(), 8))):
+        engine, steps[name] = make("engine", drafter), 0
+        params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+        engine.add(Sequence("a", [1, 2, 3], 3, params, root_key("toy")))
+        while not engine.idle:
+            engine.step()
+            steps[name] += 1
+    assert steps["none"] == 60 and steps["prompt_lookup"] < 30
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["engine", "overlap"])
+def test_nothing_is_remembered_of_a_sequence_that_has_left(kind: str, method: str) -> None:
+    """Thousands finish, are aborted, or expire in the queue after a preemption."""
+    drafter, rng, now = METHODS[method](), random.Random(3), 0.0
+    engine = make(kind, drafter, blocks=10, max_queue=64)
+    preempted = expired = most = 0
+    for i in range(2500):
+        prompt = [rng.randrange(4) for _ in range(rng.randint(3, 30))]
+        seq = Sequence(f"s{i}", prompt, len(prompt), SamplingParams(max_tokens=rng.randint(1, 12), seed=i), root_key("toy"))
+        seq.expires_at = now + rng.choice([3.0, 1e9])
+        engine.add(seq)
+        while len(engine.sequences) > 8:
+            now += 1
+            outputs = engine.step(now)
+            expired += sum(output.expired and output.seq.preemptions > 0 for output in outputs)
+            if rng.random() < 0.1 and engine.sequences:
+                engine.abort(rng.choice(sorted(engine.sequences)))
+            most = max(most, drafter.remembered)
+            assert drafter.remembered <= len(engine.sequences)
+    serve(engine, [])
+    preempted = engine.counts.preemptions
+    assert drafter.remembered == 0 and most > 3 and preempted and expired
+
+
+class Counted(list[int]):
+    """Counts the tokens that are read."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.reads += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("symbols", [1, 2, 50, 5000])
+def test_a_token_costs_as_much_at_8000_as_at_800(symbols: int) -> None:
+    """From a text of one token, where everything matches everything, to one where nothing does."""
+    rng, drafter = random.Random(symbols), PromptLookup()
+    tokens = Counted(rng.randrange(symbols) for _ in range(8))
+    seq = Sequence("a", tokens, 8, SamplingParams(max_tokens=9000), b"")
+    reads = []
+    for _ in range(8200):
+        tokens.reads = 0
+        assert len(drafter.propose(seq, 8)) in (0, 8)
+        reads.append(tokens.reads)
+        tokens.append(rng.randrange(symbols))
+    assert max(reads[1:]) <= 2 * SHORTEST + 2 * LONGEST * CANDIDATES + 8
+    early, late = sum(reads[600:1000]) / 400, sum(reads[7800:8200]) / 400
+    assert late <= 1.5 * early + 2 * CANDIDATES, "more candidates at most, and of them there are no more than so many"
+
+
+def test_a_long_prompt_is_taken_in_over_several_steps() -> None:
+    tokens = Counted(random.Random(0).randrange(5000) for _ in range(8000))
+    seq, drafter = Sequence("a", tokens + tokens[10:20], 8010, SamplingParams(max_tokens=9), b""), PromptLookup()
+    seq.tokens, proposed = Counted(seq.tokens), []
+    for _ in range(8010 // TAKEN_IN + 1):
+        seq.tokens.reads = 0
+        proposed = drafter.propose(seq, 5)
+        assert seq.tokens.reads <= SHORTEST * (TAKEN_IN + 1) + 2 * LONGEST * CANDIDATES + 5
+    assert proposed == tokens[20:25]
+
+
+def test_the_longest_match_counts_and_of_equal_ones_the_latest() -> None:
+    rng = random.Random(9)
+    for _ in range(300):
+        tokens = [rng.randrange(6) for _ in range(rng.randint(2, 60))]
+        history = History()
+        history.take_in(tokens, TAKEN_IN)
+        lengths = {}
+        for place in range(SHORTEST, len(tokens)):
+            same = next((k for k in range(place) if tokens[place - 1 - k] != tokens[-1 - k]), place)
+            if same >= SHORTEST:
+                lengths[place] = min(same, LONGEST)
+        best = max(lengths, key=lambda place: (lengths[place], place), default=NOWHERE)
+        assert history.match(tokens) == best
+    assert PromptLookup().propose(Sequence("a", [9, 1, 2, 3, 1, 2], 6, SamplingParams(max_tokens=9), b""), 7) == [3, 1, 2, 3, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "bound", "worth"), [(1.0, 8, 8), (0.9, 30, 18), (0.8, 8, 8), (0.5, 8, 2), (0.2, 8, 1), (0.1, 8, 0), (0.0, 8, 0)]
+)
+def test_less_acceptance_is_worth_fewer_tokens(acceptance: float, bound: int, worth: int) -> None:
+    assert tokens_worth(acceptance, 0.15, bound) == worth
+
+
+class Always(Drafter):
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        return [1] * most
+
+
+def test_bad_drafts_end_and_are_tried_again_and_good_ones_grow() -> None:
+    seq, paced = Sequence("a", [1, 2, 3], 3, SamplingParams(max_tokens=9), b""), Paced(Always(), 8)
+    asked = []
+    for _ in range(300):
+        drafts = paced.propose(seq, 20)
+        asked.append(len(drafts))
+        if drafts:
+            paced.observe(seq, len(drafts), 0)
+        seq.tokens.append(1)
+    assert asked[0] == 3 and asked[20] == 0 and max(asked[20:]) == 1 and 7 <= sum(asked[40:]) <= 300 // RETRY_TOKENS
+    for _ in range(5 * RETRY_TOKENS):
+        if drafts := paced.propose(seq, 20):
+            paced.observe(seq, len(drafts), len(drafts))
+        seq.tokens.append(1)
+    assert len(paced.propose(seq, 20)) == 8 and len(paced.propose(seq, 2)) == 2
+
+
+def test_a_large_step_gets_no_guesses_and_none_grows_beyond_the_bound() -> None:
+    for bound, drafted in ((4, False), (7, True)):
+        engine = make("engine", Always(), speculation_batch_tokens=bound)
+        for i in range(4):
+            engine.add(Sequence(f"s{i}", [i, 2, 3], 3, SamplingParams(max_tokens=20, ignore_eos=True), root_key("toy")))
+        while not engine.idle:
+            plain = sum(seq.decoding for seq in engine.scheduler.running) == len(engine.scheduler.running) == 4
+            before = engine.counts.drafted_tokens
+            engine.step()
+            assert not plain or engine.counts.drafted_tokens - before <= max(0, bound - 4)
+            drafted_together = engine.counts.drafted_tokens if plain else 0
+            assert drafted or drafted_together == 0
+        assert engine.counts.drafted_tokens > 0 or not drafted
+
+
+def test_an_engine_drafts_if_the_options_say_so(tmp_path: Path) -> None:
+    make_toy(tmp_path)
+    options = Options.of(tmp_path, kv_memory_mib=1, max_model_len=128)
+    assert type(build(options).engine.drafter) is Drafter
+    engine = build(options.but(speculation="prompt_lookup", speculation_tokens=3)).engine
+    assert isinstance(engine.drafter, Paced) and engine.scheduler.limits.speculation_batch_tokens == 16
+    params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
+    engine.add(Sequence("a", [1, 2, 3], 3, params, root_key("toy")))
+    while not engine.idle:
+        assert len(engine.step()) <= 4
+    assert engine.counts.accepted_tokens > 20
