@@ -247,6 +247,8 @@ TABLE: tuple[Metric, ...] = (
         "baton_engine_prefix_hit_tokens_total", "counter", "tokens", WORKERS, "Tokens that the engine found in the prefix cache.",
         aliases=(Alias("vllm:prefix_cache_hits_total"),),
     ),
+    Metric("baton_engine_drafted_tokens_total", "counter", "tokens", WORKERS, "Guesses of next tokens that the engine verified."),
+    Metric("baton_engine_accepted_tokens_total", "counter", "tokens", WORKERS, "Guesses of next tokens that became output."),
     # KV
     Metric(
         "baton_kv_blocks", "gauge", "blocks", WORKERS, "Blocks of the KV pool: used by sequences or leases, cached as prefixes, or free.",

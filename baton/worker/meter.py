@@ -42,6 +42,8 @@ class Meter:
         read("baton_engine_recomputed_tokens_total", lambda: facts().counts.recomputed_tokens)
         read("baton_engine_prefix_queried_tokens_total", lambda: facts().counts.queried_tokens)
         read("baton_engine_prefix_hit_tokens_total", lambda: facts().counts.hit_tokens)
+        read("baton_engine_drafted_tokens_total", lambda: facts().counts.drafted_tokens)
+        read("baton_engine_accepted_tokens_total", lambda: facts().counts.accepted_tokens)
         read("baton_kv_blocks", lambda: _blocks(facts()))
         read("baton_kv_usage_ratio", lambda: facts().owned_blocks / num_blocks)
         read("baton_kv_cache_info", lambda: {(str(block_size), str(num_blocks)): 1})
