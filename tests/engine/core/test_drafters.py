@@ -304,6 +304,14 @@ def test_bad_drafts_end_and_are_tried_again_and_good_ones_grow() -> None:
     assert len(paced.propose(seq, 20)) == 8 and len(paced.propose(seq, 2)) == 2
 
 
+def test_what_comes_after_the_first_wrong_guess_says_nothing() -> None:
+    for drafted in (1, 8):
+        seq, paced = Sequence("a", [1, 2, 3], 3, SamplingParams(max_tokens=9), b""), Paced(Always(), 8)
+        assert len(paced.propose(seq, 20)) == 3
+        paced.observe(seq, drafted, 0)
+        assert len(paced.propose(seq, 20)) == 2
+
+
 def test_a_large_step_gets_no_guesses_and_none_grows_beyond_the_bound() -> None:
     for bound, drafted in ((4, False), (7, True)):
         engine = make("engine", Always(), speculation_batch_tokens=bound)
