@@ -26,6 +26,7 @@ from router.tokenizer import Tokenizer
 TURN_S = 0.020
 TOKENS = 1900  # with 20 log-probabilities, half a megabyte that waits, of which a door makes three
 BOUND_BYTES = 256 << 10  # less than that, and more than a message of the worker
+ENDLESS = 20 * TOKENS  # a worker that is told late to stop has not ended by itself
 PAUSE_S = 0.005  # between two messages of the worker: whoever reads keeps up
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "logprobs": True, "top_logprobs": 20}
 COMPLETION: dict[str, Any] = {"prompt": "hello", "stream": True, "logprobs": 5}
@@ -109,10 +110,10 @@ async def test_readers_that_stalled_and_read_on_together_get_everything_and_hold
 
 @pytest.mark.parametrize("n", [1, 8])
 async def test_what_waits_for_a_reader_is_bounded_in_bytes_and_the_cut_says_so(tokenizer: Tokenizer, n: int) -> None:
-    async with hall(tokenizer, TOKENS, 20, backlog_bytes=BOUND_BYTES) as made:
+    async with hall(tokenizer, ENDLESS, 20, backlog_bytes=BOUND_BYTES) as made:
         made.worker.pause_s = PAUSE_S
         with watched() as turns:
-            (client,) = await opened(made, "chat", 1, n=n)
+            (client,) = await opened(made, "chat", 1, ENDLESS, n)
             assert made.worker.cancelled, "the worker goes no further for a reader that has too much to read"
             assert max(made.waiting_bytes) <= BOUND_BYTES
             *_, last = events(await client.rest())
@@ -123,12 +124,12 @@ async def test_what_waits_for_a_reader_is_bounded_in_bytes_and_the_cut_says_so(t
 
 
 async def test_what_waits_for_a_grpc_reader_is_bounded_in_bytes_and_the_cut_says_so(tokenizer: Tokenizer) -> None:
-    async with hall(tokenizer, TOKENS, 20, backlog_bytes=BOUND_BYTES) as made:
+    async with hall(tokenizer, ENDLESS, 20, backlog_bytes=BOUND_BYTES) as made:
         made.worker.pause_s = PAUSE_S
-        (call,) = await opened(made, "grpc", 1)
+        (call,) = await opened(made, "grpc", 1, ENDLESS)
         assert made.worker.cancelled and max(made.waiting_bytes) <= BOUND_BYTES
         tokens, reason = await heard(call)
-        assert 0 < tokens < TOKENS and reason is Reason.STALLED
+        assert 0 < tokens < ENDLESS and reason is Reason.STALLED
 
 
 async def test_a_reader_that_was_cut_can_resume(tokenizer: Tokenizer) -> None:
