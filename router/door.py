@@ -123,10 +123,10 @@ def _setting(chat: pb.Chat) -> Setting:
 
 def _tool(tool: pb.Tool, i: int) -> Tool:
     if not tool.parameters:
-        return Tool(tool.name, tool.description)
+        return Tool(tool.name, tool.description, strict=tool.strict)
     if len(tool.parameters) > MAX_TOOLS_BYTES or (parameters := parsed(tool.parameters)) is None:
         raise invalid(f"tools[{i}].parameters", f"must be a JSON Schema, as text of at most {MAX_TOOLS_BYTES} bytes")
-    return Tool(tool.name, tool.description, parameters)
+    return Tool(tool.name, tool.description, parameters, tool.strict)
 
 
 def _calls(deltas: Sequence[Delta]) -> Iterator[pb.ToolCallDelta]:

@@ -167,7 +167,7 @@ def test_a_chat_brings_tools_calls_and_results() -> None:
                 pb.ChatMessage(role="assistant", tool_calls=[call], reasoning="hm"),
                 pb.ChatMessage(role="tool", tool_call_id="c", content="2"),
             ],
-            tools=[pb.Tool(name="add", description="Adds.", parameters='{"type": "object"}'), pb.Tool(name="time")],
+            tools=[pb.Tool(name="add", description="Adds.", parameters='{"type": "object"}', strict=True), pb.Tool(name="time")],
             tool_choice="none",
             parallel_tool_calls=False,
             reasoning_effort="low",
@@ -175,7 +175,7 @@ def test_a_chat_brings_tools_calls_and_results() -> None:
         )
     )
     setting = to_ask(request).setting
-    assert setting.tools == (Tool("add", "Adds.", {"type": "object"}), Tool("time"))
+    assert setting.tools == (Tool("add", "Adds.", {"type": "object"}, strict=True), Tool("time"))
     assert setting.asides == (Aside(), Aside((Call("c", "add", '{"x": 1}'),), reasoning="hm"), Aside(call_id="c"))
     assert (setting.choice, setting.parallel, setting.effort, setting.splits_reasoning) == ("none", False, "low", True)
     request.chat.tools[1].parameters = "[]"
