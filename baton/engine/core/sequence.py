@@ -108,7 +108,7 @@ class Sequence:
         young, ended = self.output_len < self.params.min_tokens, self.params.structured is not None  # an end ends a document for good
         early = self.params.stop_token_ids | eos if young else eos if self.params.ignore_eos and ended else frozenset[int]()
         words = without(words, sorted(early)) if early else words
-        return None if (words == -1).all() else words
+        return None if self.params.thinking is not None and (words == -1).all() else words  # outside its closing it allows all
 
     def move(self, event: str) -> None:
         self.state = MOVES.after(self.state, event, f"sequence {self.id}")
