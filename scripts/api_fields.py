@@ -5,13 +5,13 @@ becomes of a field follows from its type in that model. A new API is one entry o
 """
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from anthropic.types import beta, message_count_tokens_params, message_create_params
+from made_page import settle
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
@@ -142,11 +142,7 @@ def page(text: str) -> str:
 
 
 def main() -> None:
-    text = PAGE.read_text()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page(text))
-    elif text != page(text):
-        sys.exit(f"{PAGE.name} is out of date with router/http; run `python scripts/api_fields.py`")
+    settle(PAGE, page, "router/http")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """The reference of the `baton` command: `python scripts/cli_table.py` writes docs/cli.md from the commands' own help, `--check` only
 compares."""
 
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import typer
+from made_page import settle
 
 from baton.cli.main import app
 
@@ -64,11 +64,7 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
-    text = PAGE.read_text()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page(text))
-    elif text != page(text):
-        sys.exit(f"{PAGE.name} is out of date with the commands; run `python scripts/cli_table.py`")
+    settle(PAGE, page, "the commands")
 
 
 if __name__ == "__main__":

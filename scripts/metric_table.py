@@ -1,7 +1,8 @@
 """The tables of docs/observability.md: `python scripts/metric_table.py` writes them from `cluster.metrics`, `--check` only compares."""
 
-import sys
 from pathlib import Path
+
+from made_page import settle
 
 from baton.cluster.metrics import ALL, OPEN, REASONS, TABLE, Metric
 
@@ -42,11 +43,7 @@ def _values(values: tuple[str, ...]) -> str:
 
 
 def main() -> None:
-    text = PAGE.read_text()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page(text))
-    elif text != page(text):
-        sys.exit(f"{PAGE.name} is out of date with cluster/metrics.py; run `python scripts/metric_table.py`")
+    settle(PAGE, page, "cluster/metrics.py")
 
 
 if __name__ == "__main__":
