@@ -28,7 +28,7 @@ from host_pool import on_host
 
 from baton.cli.up import SHIPPED
 from baton.engine.choice import load_runner
-from baton.engine.core.drafting import Drafter
+from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.protocol import Chunk, Tokens
@@ -96,7 +96,10 @@ class Guesses(Drafter):
         self._known = {stream.id: stream.prompt + stream.output for stream in streams}
         self._rng = random.Random(seed)
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        return [self._guess(ask.seq, ask.most) for ask in asks]
+
+    def _guess(self, seq: Sequence, most: int) -> list[int]:
         count, at = self._rng.randrange(MOST_GUESSES + 1), len(seq.tokens)
         right = self._known.get(seq.id, [])[at : at + min(most, count)]
         if right and self._rng.random() < 0.5:

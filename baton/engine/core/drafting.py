@@ -21,6 +21,14 @@ NEWEST = 1 / 8  # weight of the newest verified token in the estimate
 RETRY_TOKENS = 32  # without a draft, before a sequence whose drafts are bad gets one of one token
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What follows `seq.tokens`? All are known, and those of an earlier question are still there. No more than `most >= 1` guesses."""
+
+    seq: Sequence
+    most: int
+
+
 class Drafter:
     """One for all sequences of an engine. This one knows nothing and remembers nothing."""
 
@@ -31,10 +39,9 @@ class Drafter:
         """Sequences of which it knows something: at most those that are in the engine."""
         return 0
 
-    def propose(self, seq: Sequence, most: int) -> Seq[int]:
-        """Guesses of what follows `seq.tokens`, at most `most >= 1`, or none. All tokens are known, and those of an earlier call are still
-        there."""
-        return ()
+    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        """For each of `asks`, guesses of what follows, or none. Once a step, for all its sequences: a model drafts them together."""
+        return [() for _ in asks]
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """So many guesses were verified in a step, and so many of them, the first ones, were what the target said."""
@@ -61,15 +68,13 @@ class Paced(Drafter):
     def remembered(self) -> int:
         return max(len(self._paces), self._drafter.remembered)
 
-    def propose(self, seq: Sequence, most: int) -> Seq[int]:
-        pace = self._paces.setdefault(seq, Pace())
-        worth = tokens_worth(pace.acceptance, ROW_COST + self._drafter.cost, self._bound)
-        if worth == 0 and len(seq.tokens) - pace.drafted_at < RETRY_TOKENS:
-            return ()
-        drafts = self._drafter.propose(seq, min(most, max(1, worth)))
-        if drafts:
-            pace.drafted_at = len(seq.tokens)
-        return drafts
+    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        asked = {i: Ask(ask.seq, most) for i, ask in enumerate(asks) if (most := self._worth(ask))}
+        drafts = dict(zip(asked, self._drafter.propose([*asked.values()]), strict=True)) if asked else {}
+        for i in drafts:
+            if drafts[i]:
+                self._paces[asks[i].seq].drafted_at = len(asks[i].seq.tokens)
+        return [drafts.get(i, ()) for i in range(len(asks))]
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """What comes after the first wrong guess says nothing about acceptance."""
@@ -81,6 +86,13 @@ class Paced(Drafter):
     def forget(self, seq: Sequence) -> None:
         self._paces.pop(seq, None)
         self._drafter.forget(seq)
+
+    def _worth(self, ask: Ask) -> int:
+        pace = self._paces.setdefault(ask.seq, Pace())
+        worth = tokens_worth(pace.acceptance, ROW_COST + self._drafter.cost, self._bound)
+        if worth == 0 and len(ask.seq.tokens) - pace.drafted_at < RETRY_TOKENS:
+            return 0
+        return min(ask.most, max(1, worth))
 
 
 def tokens_worth(acceptance: float, cost: float, bound: int) -> int:

@@ -13,7 +13,7 @@ the memory, and would have to be updated along its links to know the latest.
 from array import array
 from collections.abc import Sequence as Seq
 
-from baton.engine.core.drafting import Drafter
+from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.sequence import Sequence
 
 SHORTEST = 2  # tokens of a match
@@ -70,7 +70,13 @@ class PromptLookup(Drafter):
     def remembered(self) -> int:
         return len(self._histories)
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        return [self._guess(ask.seq, ask.most) for ask in asks]
+
+    def forget(self, seq: Sequence) -> None:
+        self._histories.pop(seq, None)
+
+    def _guess(self, seq: Sequence, most: int) -> list[int]:
         """A match that is nearer to the end than `most` tokens is read as a text that goes round."""
         history = self._histories.setdefault(seq, History())
         history.take_in(seq.tokens, TAKEN_IN)
@@ -79,6 +85,3 @@ class PromptLookup(Drafter):
             return []
         period = len(seq.tokens) - place
         return [seq.tokens[place + i % period] for i in range(most)]
-
-    def forget(self, seq: Sequence) -> None:
-        self._histories.pop(seq, None)

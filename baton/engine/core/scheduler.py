@@ -24,7 +24,7 @@ from typing import Literal
 from baton.engine.core.arrivals import Arrivals
 from baton.engine.core.block_key import extend_keys
 from baton.engine.core.blocks import BlockPool, Content
-from baton.engine.core.drafting import Drafter
+from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sequence import Sequence, State
 
@@ -231,17 +231,18 @@ class Scheduler:
     def _add_guesses(self, plan: Schedule, budget: int, drafter: Drafter) -> None:
         """Gives the decodes guesses out of what is left of the budget. Nobody loses a block for a guess."""
         budget = min(budget, self.limits.speculation_batch_tokens - sum(chunk.n for chunk in plan.chunks))
+        asks: dict[int, Ask] = {}
         for i, chunk in enumerate(plan.chunks):
-            seq = chunk.seq
-            most = min(budget, seq.remaining - 1)
-            if not (chunk.samples and chunk.n == 1) or seq.hold or most <= 0:
-                continue
-            drafts = tuple(drafter.propose(seq, most))
-            missing = self._blocks_for(seq.computed + 1 + len(drafts)) - len(seq.blocks)
+            most = min(budget, chunk.seq.remaining - 1)
+            if chunk.samples and chunk.n == 1 and not chunk.seq.hold and most > 0:
+                asks[i] = Ask(chunk.seq, most)
+        for i, drafts in zip(asks, drafter.propose([*asks.values()]) if asks else (), strict=True):
+            seq, most = asks[i].seq, min(budget, asks[i].most)
+            missing = self._blocks_for(seq.computed + 1 + min(most, len(drafts))) - len(seq.blocks)
             if missing > 0:
                 seq.blocks += self.pool.allocate(min(missing, self.pool.available)) or []
             drafts = drafts[: min(most, len(seq.blocks) * self.block_size - seq.computed - 1)]
-            plan.chunks[i] = Chunk(seq, 1, drafts)
+            plan.chunks[i] = Chunk(seq, 1, tuple(drafts))
             budget -= len(drafts)
 
     def _content(self, seq: Sequence) -> Content:

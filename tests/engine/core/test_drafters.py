@@ -20,7 +20,7 @@ from baton.engine.build import build
 from baton.engine.choice import load_runner
 from baton.engine.core import toy
 from baton.engine.core.block_key import root_key
-from baton.engine.core.drafting import RETRY_TOKENS, Drafter, Paced, tokens_worth
+from baton.engine.core.drafting import RETRY_TOKENS, Ask, Drafter, Paced, tokens_worth
 from baton.engine.core.engine import Engine
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvPool
@@ -66,6 +66,11 @@ def vocabulary(kind: str, toy_folder: Path) -> Vocabulary:
         return Vocabulary.load(SHIPPED, tale().vocab_size, sorted(tale().eos_token_ids))
     make_toy(toy_folder)
     return Vocabulary.load(toy_folder, 257, [256])
+
+
+def ask(drafter: Drafter, seq: Sequence, most: int) -> Seq[int]:
+    (drafts,) = drafter.propose([Ask(seq, most)])
+    return drafts
 
 
 def make(kind: str, drafter: Drafter | None, blocks: int = 200, caching: bool = True, **limits: Any) -> Engine:
@@ -136,8 +141,9 @@ class Wrong(Drafter):
     def __init__(self, said: Said) -> None:
         self._said = said
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
-        return [token.token + 1 if token.token < 200 else 3 for token in self._said[seq.id][seq.output_len :][: min(most, 4)]]
+    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        coming = (self._said[ask.seq.id][ask.seq.output_len :][: min(ask.most, 4)] for ask in asks)
+        return [[token.token + 1 if token.token < 200 else 3 for token in tokens] for tokens in coming]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -240,7 +246,7 @@ def test_a_token_costs_as_much_at_8000_as_at_800(symbols: int) -> None:
     reads = []
     for _ in range(8200):
         tokens.reads = 0
-        assert len(drafter.propose(seq, 8)) in (0, 8)
+        assert len(ask(drafter, seq, 8)) in (0, 8)
         reads.append(tokens.reads)
         tokens.append(rng.randrange(symbols))
     assert max(reads[1:]) <= 2 * SHORTEST + 2 * LONGEST * CANDIDATES + 8
@@ -251,10 +257,11 @@ def test_a_token_costs_as_much_at_8000_as_at_800(symbols: int) -> None:
 def test_a_long_prompt_is_taken_in_over_several_steps() -> None:
     tokens = Counted(random.Random(0).randrange(5000) for _ in range(8000))
     seq, drafter = Sequence("a", tokens + tokens[10:20], 8010, SamplingParams(max_tokens=9), b""), PromptLookup()
-    seq.tokens, proposed = Counted(seq.tokens), []
+    seq.tokens = Counted(seq.tokens)
+    proposed: Seq[int] = ()
     for _ in range(8010 // TAKEN_IN + 1):
         seq.tokens.reads = 0
-        proposed = drafter.propose(seq, 5)
+        proposed = ask(drafter, seq, 5)
         assert seq.tokens.reads <= SHORTEST * (TAKEN_IN + 1) + 2 * LONGEST * CANDIDATES + 5
     assert proposed == tokens[20:25]
 
@@ -272,7 +279,7 @@ def test_the_longest_match_counts_and_of_equal_ones_the_latest() -> None:
                 lengths[place] = min(same, LONGEST)
         best = max(lengths, key=lambda place: (lengths[place], place), default=NOWHERE)
         assert history.match(tokens) == best
-    assert PromptLookup().propose(Sequence("a", [9, 1, 2, 3, 1, 2], 6, SamplingParams(max_tokens=9), b""), 7) == [3, 1, 2, 3, 1, 2, 3]
+    assert ask(PromptLookup(), Sequence("a", [9, 1, 2, 3, 1, 2], 6, SamplingParams(max_tokens=9), b""), 7) == [3, 1, 2, 3, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -283,33 +290,33 @@ def test_less_acceptance_is_worth_fewer_tokens(acceptance: float, bound: int, wo
 
 
 class Always(Drafter):
-    def propose(self, seq: Sequence, most: int) -> list[int]:
-        return [1] * most
+    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        return [[1] * ask.most for ask in asks]
 
 
 def test_bad_drafts_end_and_are_tried_again_and_good_ones_grow() -> None:
     seq, paced = Sequence("a", [1, 2, 3], 3, SamplingParams(max_tokens=9), b""), Paced(Always(), 8)
     asked = []
     for _ in range(300):
-        drafts = paced.propose(seq, 20)
+        drafts = ask(paced, seq, 20)
         asked.append(len(drafts))
         if drafts:
             paced.observe(seq, len(drafts), 0)
         seq.tokens.append(1)
     assert asked[0] == 3 and asked[20] == 0 and max(asked[20:]) == 1 and 7 <= sum(asked[40:]) <= 300 // RETRY_TOKENS
     for _ in range(5 * RETRY_TOKENS):
-        if drafts := paced.propose(seq, 20):
+        if drafts := ask(paced, seq, 20):
             paced.observe(seq, len(drafts), len(drafts))
         seq.tokens.append(1)
-    assert len(paced.propose(seq, 20)) == 8 and len(paced.propose(seq, 2)) == 2
+    assert len(ask(paced, seq, 20)) == 8 and len(ask(paced, seq, 2)) == 2
 
 
 def test_what_comes_after_the_first_wrong_guess_says_nothing() -> None:
     for drafted in (1, 8):
         seq, paced = Sequence("a", [1, 2, 3], 3, SamplingParams(max_tokens=9), b""), Paced(Always(), 8)
-        assert len(paced.propose(seq, 20)) == 3
+        assert len(ask(paced, seq, 20)) == 3
         paced.observe(seq, drafted, 0)
-        assert len(paced.propose(seq, 20)) == 2
+        assert len(ask(paced, seq, 20)) == 2
 
 
 def test_a_large_step_gets_no_guesses_and_none_grows_beyond_the_bound() -> None:

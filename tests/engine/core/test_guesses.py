@@ -3,6 +3,7 @@ happens to the sequences, the output is the one without guesses. Here with the t
 real logits."""
 
 import random
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from host_pool import carry, on_host
 from late_toy import LateEngine, LateToy
 
 from baton.engine.core.block_key import root_key
-from baton.engine.core.drafting import Drafter
+from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.protocol import Chunk, accepted
@@ -31,7 +32,10 @@ class Guesser(Drafter):
     def __init__(self, right: float, most: int = 5, seed: int = 0) -> None:
         self._right, self._most, self._rng = right, most, random.Random(seed)
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        return [self._guess(ask.seq, ask.most) for ask in asks]
+
+    def _guess(self, seq: Sequence, most: int) -> list[int]:
         assert most > 0 and seq.state is State.RUNNING and min(seq.tokens) >= 0
         whole = [*seq.tokens[: seq.prompt_len], *naive(seq.tokens[: seq.prompt_len], seq.params)]
         known = whole[len(seq.tokens) : len(seq.tokens) + self._rng.randint(0, self._most)]

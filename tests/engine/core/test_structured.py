@@ -3,6 +3,7 @@ that knows no batches, blocks, guesses or preemptions, and it is valid when it e
 
 import json
 import random
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from late_toy import LateEngine, LateToy
 from baton.engine.core.block_key import root_key
 from baton.engine.core.commands import Commands
 from baton.engine.core.contract import Listener
-from baton.engine.core.drafting import Drafter
+from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.engine import Engine, Malformed, Output
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvPool
@@ -75,7 +76,10 @@ class Guesser(Drafter):
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        return [self._guess(ask.seq) for ask in asks]
+
+    def _guess(self, seq: Sequence) -> list[int]:
         whole = expected(seq)
         known = whole[seq.output_len : seq.output_len + self._rng.randint(0, 5)]
         return [token if self._rng.random() < 0.7 else self._rng.randrange(257) for token in known]
