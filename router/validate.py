@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from baton.cluster.errors import BatonError, Reason, Violation, invalid
 from baton.engine.core.grammar import KINDS, Grammar
-from baton.engine.core.sampling import GREEDY_BELOW, LEAST_TOP_P, NUMBERS, Range, SamplingParams
+from baton.engine.core.sampling import GREEDY_BELOW, LEAST_TOP_P, LOGPROBS_MODES, NUMBERS, RAW, Range, SamplingParams
 from baton.engine.facts.model_facts import Recommended
 from router import conversation
 from router.backlog import Backlog
@@ -61,6 +61,7 @@ class AskSampling(_Numbers):  # type: ignore[misc]
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
     logprobs: int | None = None
+    logprobs_mode: str | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
@@ -165,6 +166,7 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple
         seed=_or(asked.seed, draw_seed),
         logit_bias=MappingProxyType(dict(asked.logit_bias)),
         logprobs=asked.logprobs,
+        logprobs_mode=asked.logprobs_mode or RAW,
         stop_token_ids=frozenset(asked.stop_token_ids),
         ignore_eos=bool(asked.ignore_eos),
         structured=asked.structured,
@@ -247,6 +249,8 @@ def _sampling(asked: AskSampling, limits: Limits, vocab_size: int) -> Iterator[V
         yield Violation("sampling.min_tokens", f"must not be more than max_tokens ({most})")
     if asked.logprobs is not None and not 0 <= asked.logprobs <= limits.max_logprobs:
         yield Violation("sampling.logprobs", f"must be 0 to {limits.max_logprobs}")
+    if asked.logprobs_mode not in (None, *LOGPROBS_MODES):
+        yield Violation("sampling.logprobs_mode", f"must be one of {', '.join(LOGPROBS_MODES)}")
     if asked.seed is not None and not 0 <= asked.seed < 1 << 64:
         yield Violation("sampling.seed", "must fit into 64 bits")
     yield from _bias(asked.logit_bias, limits, vocab_size)

@@ -12,7 +12,7 @@ from baton.cluster.rpc import to_status
 from baton.engine.core.block_key import root_key
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvLayout
-from baton.engine.core.sampling import FIELDS, Sampled, SamplingParams
+from baton.engine.core.sampling import FIELDS, RAW, Sampled, SamplingParams
 from baton.engine.core.sequence import Finish, Sequence
 from baton.engine.core.thinking import Marks, ThinkingBudget
 from baton.v1 import generation_pb2, worker_pb2
@@ -41,6 +41,7 @@ def to_params(job: worker_pb2.Job) -> SamplingParams:
     given = {name: getattr(sampling, name) for name in FIELDS}
     given["logit_bias"] = dict(sampling.logit_bias)
     given["logprobs"] = sampling.logprobs if sampling.HasField("logprobs") else None
+    given["logprobs_mode"] = sampling.logprobs_mode or RAW  # an older router's is empty
     given["stop_token_ids"] = frozenset(sampling.stop_token_ids)
     form = sampling.structured
     given["structured"] = Grammar(form.kind, form.text, form.strict) if sampling.HasField("structured") else None

@@ -131,6 +131,7 @@ class Generation(Numbers):  # type: ignore[misc]
     max_tokens: Integer = None
     min_tokens: Integer = None
     ignore_eos: Boolean = None
+    logprobs_mode: String = None
     n: Choices = None
     stream: Boolean = None
     stream_options: Annotated[StreamOptions | None, Rule("must be an object")] = None

@@ -200,6 +200,7 @@ class Response(Sampling):  # type: ignore[misc]
     stop_token_ids: Ids = None
     min_tokens: Integer = None
     ignore_eos: Boolean = None
+    logprobs_mode: String = None
     cache_salt: String = None
     priority: Integer = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Rule("must be an object")] = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, create_model
 
-from baton.engine.core.sampling import NUMBERS
+from baton.engine.core.sampling import NUMBERS, RAW
 from router.conversation import PLAIN, Setting
 from router.http import forms
 from router.http.body import Body, Boolean, Integer, Number, Rule, String, Whatever, neutral, read
@@ -48,6 +48,7 @@ class TokenSampling(_Numbers):  # type: ignore[misc]
     max_tokens: Integer = None
     min_tokens: Integer = None
     logprobs: Integer = None
+    logprobs_mode: String = None
     logit_bias: Bias = None
     structured_outputs: Annotated[Any, Rule("must be a form")] = None  # checked in `forms`
     thinking_token_budget: Annotated[Annotated[int, Field(ge=0)] | None, Rule("must be an integer of 0 or more")] = None
@@ -154,6 +155,7 @@ def rendered(asked: Asked, made: Rendered, request_id: str, model: str) -> _Json
     how |= {"n": asked.n, "seed": ask.sampling.seed, "stop": list(made.stops), "stop_token_ids": sorted(params.stop_token_ids)}
     how["logit_bias"] = {str(id_): bias for id_, bias in params.logit_bias.items()} or None
     how["structured_outputs"] = forms.written(params.structured) if params.structured is not None else None
+    how["logprobs_mode"] = params.logprobs_mode if params.logprobs_mode != RAW else None
     how["thinking_token_budget"] = params.thinking.max_tokens if params.thinking is not None else None
     return {
         "request_id": request_id,

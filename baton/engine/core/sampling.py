@@ -19,6 +19,9 @@ INT32 = 2**31 - 1
 _MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's step: 2^64 over the golden ratio
 MIXERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of `mix64`
+# Of which distribution log-probabilities are: the model's own, or the one that the token is drawn from, after bias, penalties, min_tokens
+# and grammar, and, unless it is greedy, temperature and filters. vLLM's names.
+RAW, PROCESSED = LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
@@ -75,6 +78,7 @@ class SamplingParams:
     seed: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
     logprobs: int | None = None  # None: none; n: the chosen token's and the n best
+    logprobs_mode: str = RAW  # one of LOGPROBS_MODES
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     structured: Grammar | None = None  # the form of the output; min_tokens and ignore_eos then hold where anything but the end may follow
@@ -89,7 +93,7 @@ NUMBERS: Mapping[str, Number] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One sampled token. Log-probabilities are those of the model's own distribution (before temperature and filters)."""
+    """One sampled token. Of which distribution its log-probabilities are: see LOGPROBS_MODES."""
 
     token: int
     logprob: float | None = None

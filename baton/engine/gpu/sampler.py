@@ -5,6 +5,7 @@ Order, filters and noise are the same, so the tokens are the same, up to the las
 last of which the host may not know yet: they are counted on the device, in the sequence's seat, as they are sampled.
 """
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.core.masks import NOTHING, WORD
-from baton.engine.core.sampling import GREEDY_BELOW, Sampled, SamplingParams, noise_key
+from baton.engine.core.sampling import GREEDY_BELOW, PROCESSED, Sampled, SamplingParams, noise_key
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.device import upload
 from baton.engine.gpu.inputs import Seat
@@ -85,7 +86,11 @@ class Sampler:
         asked = _rows(seqs, lambda p: p.logprobs is not None)
         if not asked:
             return Draw(tokens, finite, asked, denied, None, None)
-        return Draw(tokens, finite, asked, denied, *self._logprobs(logits, tokens, asked, max(seqs[i].params.logprobs or 0 for i in asked)))
+        told = logits
+        if processed := _rows(seqs, lambda p: p.logprobs is not None and p.logprobs_mode == PROCESSED):
+            rows = self._index(processed)
+            told = logits.index_copy(0, rows, filtered(scores, best, self._filters(seqs, scores, best))[rows])
+        return Draw(tokens, finite, asked, denied, *self._logprobs(told, tokens, asked, max(seqs[i].params.logprobs or 0 for i in asked)))
 
     def _index(self, values: Seq[int]) -> Tensor:
         return upload(np.array(values, dtype=np.int64), self._device)
@@ -164,7 +169,7 @@ class Sampler:
         return Filters(narrow[0], sent[1].long(), narrow[2].double(), floor, sent[4] > 0, noise, any_top)
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, asked: list[int], n: int) -> tuple[Tensor, Tensor]:
-        """Logarithms of the model's own probabilities `[r, 1 + n]`, and ids `[r, n]`, by (log-probability descending, id ascending)."""
+        """Logarithms of the probabilities `[r, 1 + n]`, and ids `[r, n]`, by (log-probability descending, id ascending)."""
         rows = self._index(asked)
         logprobs = logits[rows].log_softmax(dim=-1)  # [r, V]
         chosen = logprobs.gather(1, tokens[rows][:, None])
@@ -225,7 +230,8 @@ def answers(draw: Draw, seqs: Seq[Sequence]) -> list[Sampled | None]:
         for i, row, ids in zip(draw.asked, draw.logprobs.tolist(), draw.ids.tolist(), strict=True):
             if found := sampled[i]:
                 n = seqs[i].params.logprobs or 0
-                sampled[i] = Sampled(found.token, row[0], tuple(zip(ids[:n], row[1 : n + 1], strict=True)))
+                best = ((id_, logprob) for id_, logprob in zip(ids[:n], row[1 : n + 1], strict=True) if logprob > -math.inf)
+                sampled[i] = Sampled(found.token, row[0], tuple(best))
     return sampled
 
 
@@ -239,6 +245,12 @@ def _penalises(params: SamplingParams) -> bool:
 
 def pick_plainly(scores: Tensor, best: Tensor, filters: Filters) -> Tensor:
     """Picks in plain torch, by sorting. `baton.engine.gpu.triton_sampling.pick` is compared with it."""
+    drawn = argmax_with_noise(filtered(scores, best, filters), filters.keys)
+    return torch.where(filters.greedy, scores.argmax(dim=-1), drawn)
+
+
+def filtered(scores: Tensor, best: Tensor, filters: Filters) -> Tensor:
+    """Scores `[R, V]` relative to the best, by their temperature; -inf for what a filter takes away. A greedy row has neither."""
     scaled = (scores - best[:, None]) / filters.temperature[:, None]
     least = filters.floor[:, None]
     if filters.any_top:
@@ -250,5 +262,4 @@ def pick_plainly(scores: Tensor, best: Tensor, filters: Filters) -> Tensor:
         total = mass.gather(1, left - 1)
         kept = ((mass - weights) < filters.top_p[:, None] * total).sum(dim=-1, keepdim=True).clamp_(min=1)
         least = torch.maximum(least, ordered.gather(1, torch.minimum(kept, left) - 1))
-    drawn = argmax_with_noise(scaled.masked_fill(scaled < least, -torch.inf), filters.keys)
-    return torch.where(filters.greedy, scores.argmax(dim=-1), drawn)
+    return scaled.masked_fill(scaled < least, -torch.inf)

@@ -2,7 +2,7 @@
 
 Order, as in vLLM and Hugging Face: logit bias, repetition penalty, presence and frequency penalties, min_tokens, and the grammar, which
 takes the score of what it forbids; then, for rows that are not greedy, temperature, top-k, top-p, min-p, top-a, and the draw.
-Log-probabilities are those of the model's unchanged logits.
+Log-probabilities are those of the model's unchanged logits, or of what the token was drawn from (`LOGPROBS_MODES`).
 
 A row's result depends only on its own logits and sequence: stages compute row by row, and the noise of a token is a function of (seed,
 position, token id).
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from baton.engine.core.masks import NOTHING, Words, allows, stacked
 from baton.engine.core.protocol import NonFiniteLogits, NothingAllowed
-from baton.engine.core.sampling import GOLDEN, GREEDY_BELOW, MIXERS, Sampled, SamplingParams, noise_key
+from baton.engine.core.sampling import GOLDEN, GREEDY_BELOW, MIXERS, PROCESSED, Sampled, SamplingParams, noise_key
 from baton.engine.core.sequence import Sequence
 
 SELECTED = 256  # top-p is searched for among this many of the best; rows that need more search among more
@@ -85,7 +85,7 @@ def _sample(
             raise NothingAllowed(dead)
         for i, token in zip(drawn, found, strict=True):
             tokens[i] = token
-    return _answers(logits, seqs, tokens)
+    return _answers(logits, scores, seqs, tokens, forms)
 
 
 def _rows(seqs: Seq[Sequence], asks: Callable[[SamplingParams], bool]) -> list[int]:
@@ -159,11 +159,7 @@ def _stop_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozense
 
 def draw_plainly(scores: Tensor, rows: Seq[int], seqs: Seq[Sequence], forms: Seq[Words | None]) -> list[int]:
     """Draws from softmax(scores / temperature) under the filters."""
-    scores = scores[torch.tensor(rows, device=scores.device)]
-    words, vocab = stacked(forms, scores.shape[1]), scores.shape[1]
-    if words is not None:
-        allowed = np.unpackbits(words.view(np.uint8), axis=1, count=vocab, bitorder="little")
-        scores.masked_fill_(torch.from_numpy(allowed == 0).to(scores.device), -torch.inf)
+    scores = _held_to_forms(scores[torch.tensor(rows, device=scores.device)], forms)
     best = scores.max(dim=-1)
     tokens = best.indices.where(best.values > -torch.inf, -1).tolist()
     alive = [i for i, seq in enumerate(seqs) if tokens[i] >= 0 and seq.params.temperature >= GREEDY_BELOW]
@@ -173,15 +169,28 @@ def draw_plainly(scores: Tensor, rows: Seq[int], seqs: Seq[Sequence], forms: Seq
     return tokens
 
 
+def _held_to_forms(scores: Tensor, forms: Seq[Words | None]) -> Tensor:
+    """Takes the scores `[R, V]` of what the forms forbid, in place."""
+    words, vocab = stacked(forms, scores.shape[1]), scores.shape[1]
+    if words is not None:
+        allowed = np.unpackbits(words.view(np.uint8), axis=1, count=vocab, bitorder="little")
+        scores.masked_fill_(torch.from_numpy(allowed == 0).to(scores.device), -torch.inf)
+    return scores
+
+
 def _drawn(scores: Tensor, seqs: Seq[Sequence]) -> list[int]:
-    """`scores` `[R, V]`, of rows that are not greedy."""
+    keys = [_signed(noise_key(seq.params.seed, len(seq.tokens))) for seq in seqs]
+    return argmax_with_noise(_filtered(scores, seqs), torch.tensor(keys, device=scores.device)).tolist()
+
+
+def _filtered(scores: Tensor, seqs: Seq[Sequence]) -> Tensor:
+    """`scores` `[R, V]`, of rows that are not greedy, by their temperature; -inf for what a filter takes away."""
     # Relative to the best token, so that no temperature overflows.
     scaled = (scores - scores.amax(dim=-1, keepdim=True)) / _column([seq.params.temperature for seq in seqs], scores)
     for least in (_least_top(scaled, seqs), _least_min_p(scaled, seqs), _least_top_a(scaled, seqs)):
         if least is not None:
             scaled = scaled.masked_fill(scaled < least, -torch.inf)
-    keys = [_signed(noise_key(seq.params.seed, len(seq.tokens))) for seq in seqs]
-    return argmax_with_noise(scaled, torch.tensor(keys, device=scores.device)).tolist()
+    return scaled
 
 
 def _least_min_p(scaled: Tensor, seqs: Seq[Sequence]) -> Tensor | None:
@@ -280,23 +289,34 @@ def _signed(x: int) -> int:
 # --- the answer ----------------------------------------------------------------------------------------------------------------------
 
 
-def _answers(logits: Tensor, seqs: Seq[Sequence], tokens: list[int]) -> list[Sampled]:
+def _answers(logits: Tensor, scores: Tensor, seqs: Seq[Sequence], tokens: list[int], forms: Mapping[int, Words]) -> list[Sampled]:
     answers = [Sampled(token) for token in tokens]
     asked = _rows(seqs, lambda p: p.logprobs is not None)
     if not asked:
         return answers
-    logprobs = logits[torch.tensor(asked, device=logits.device)].log_softmax(dim=-1)  # [r, V]
+    told = logits[torch.tensor(asked, device=logits.device)]  # [r, V]
+    for at, i in enumerate(asked):
+        if seqs[i].params.logprobs_mode == PROCESSED:
+            told[at] = _processed(scores[i : i + 1].clone(), seqs[i], forms.get(i))[0]
+    logprobs = told.log_softmax(dim=-1)
     for i, row in zip(asked, logprobs, strict=True):
         answers[i] = Sampled(tokens[i], float(row[tokens[i]]), _best(row, seqs[i].params.logprobs or 0))
     return answers
 
 
+def _processed(scores: Tensor, seq: Sequence, form: Words | None) -> Tensor:
+    """What the token of a row was drawn from, `[1, V]`. `scores` may be changed."""
+    scores = _held_to_forms(scores, [form])
+    return scores if seq.params.temperature < GREEDY_BELOW else _filtered(scores, [seq])
+
+
 def _best(logprobs: Tensor, n: int) -> tuple[tuple[int, float], ...]:
-    """The n best of `[V]`, by (log-probability descending, id ascending): ties at the end are cut by id, not by chance."""
+    """The n best of `[V]`, by (log-probability descending, id ascending): ties at the end are cut by id, not by chance. No token that
+    cannot be drawn is among them."""
     if n == 0:
         return ()
     least = logprobs.topk(min(n, len(logprobs))).values[-1]
-    ids = (logprobs >= least).nonzero()[:, 0]  # ascending
+    ids = ((logprobs >= least) & (logprobs > -torch.inf)).nonzero()[:, 0]  # ascending
     best = sorted(zip(logprobs[ids].tolist(), ids.tolist(), strict=True), key=lambda pair: -pair[0])
     return tuple((token, logprob) for logprob, token in best[:n])
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from baton.engine.core.arrivals import Arrivals
 from baton.engine.core.blocks import BlockPool
-from baton.engine.core.engine import Counts, Output, QueueFull, TooLong, check, learn
-from baton.engine.core.sampling import Sampled
+from baton.engine.core.engine import Counts, Malformed, Output, QueueFull, TooLong, check, learn
+from baton.engine.core.sampling import RAW, Sampled
 from baton.engine.core.sequence import Sequence, State, finish_reason
 
 
@@ -268,6 +268,8 @@ class Desk:
     def _welcome(self, seq: Sequence, staged: bool) -> None:
         """`staged`: its tokens' KV needs staged blocks, all at once."""
         check(seq, self.bounds.vocab_size, self.bounds.max_len)
+        if seq.params.logprobs is not None and seq.params.logprobs_mode != RAW:
+            raise Malformed(f"logprobs_mode: this engine, vLLM, tells {RAW} only")
         if staged and self._blocks_for(len(seq.tokens)) > self.staged.num_blocks:
             raise TooLong(f"{len(seq.tokens)} tokens; the staging memory holds {self.staged.num_blocks * self._size} (engine.staging_mib)")
         if len(self.waiting) >= self.bounds.max_queue:

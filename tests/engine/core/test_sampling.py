@@ -42,7 +42,7 @@ def test_every_engine_parameter_can_be_sent_in_a_job() -> None:
 def test_the_engine_receives_what_the_router_resolved() -> None:
     values: dict[str, Any] = {
         "max_tokens": 7, "min_tokens": 3, "seed": 1 << 63, "logit_bias": {5: 1.5}, "logprobs": 2, "stop_token_ids": frozenset({9, 4}),
-        "ignore_eos": True, "structured": Grammar("regex", "a+", False),
+        "ignore_eos": True, "logprobs_mode": "processed_logprobs", "structured": Grammar("regex", "a+", False),
         "thinking": ThinkingBudget(3, (Marks("<a>", ("<b>", "c"), (1, 2)), Marks("<d>", ("<e>",), (3,))), True),
     }  # fmt: skip
     numbers: dict[str, Any] = {name: other(name) for name in NUMBERS}

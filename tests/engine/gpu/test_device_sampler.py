@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.engine.core.masks import allowed_ids
-from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.sampling import LOGPROBS_MODES, Sampled, SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.inputs import Seat
 from baton.engine.gpu.overlap import UNKNOWN
@@ -62,6 +62,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         seed=rng.getrandbits(63),
         logit_bias=rng.choice(({}, {}, {5: 3.0, VOCAB + 3: 1.0, 9: -100.0})),
         logprobs=rng.choice((None, None, 0, 4)),
+        logprobs_mode=rng.choice(LOGPROBS_MODES),
         stop_token_ids=rng.choice((frozenset(), frozenset([3, VOCAB + 9]))),
         ignore_eos=rng.random() < 0.3,
     )
@@ -84,7 +85,7 @@ def same(found: Sampled | None, expected: Sampled) -> bool:
 def test_draws_match_the_reference(device: torch.device, pick: Callable[[], Pick]) -> None:
     rng, ours = random.Random(1), sampler(device, pick())
     drawn = 0
-    for _ in range(8):
+    for _ in range(12):
         seqs = [random_sequence(rng, str(i)) for i in range(rng.choice((1, 5, SEATS)))]
         logits = random_logits(rng, len(seqs), device)
         before = logits.clone()

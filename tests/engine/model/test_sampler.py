@@ -92,7 +92,7 @@ def plain_filter(scaled: Row, p: SamplingParams) -> list[int]:
     probs /= probs[left].sum()
     for token in sorted(left, key=lambda i: -scaled[i]):
         mass += probs[token]
-        if mass >= p.top_p:
+        if p.top_p < 1 and mass >= p.top_p:
             left = at_least(scaled, left, scaled[token])
             break
     return [i for i in left if probs[i] >= p.min_p * probs.max() and i in surest]
@@ -334,6 +334,33 @@ def test_logprobs_are_the_models_own() -> None:
     values, ids = expected.topk(4)
     assert asked.top == tuple(zip(ids.tolist(), values.tolist(), strict=True))
     assert (silent.logprob, silent.top) == (None, ())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_processed_logprobs_are_of_what_the_token_was_drawn_from(seed: int) -> None:
+    rng, logits = random.Random(seed), random_logits(40, seed)
+    seqs = random_sequences(40, seed)
+    for seq in seqs:
+        seq.params = replace(seq.params, logprobs=rng.choice((0, 3, VOCAB)), logprobs_mode="processed_logprobs")
+    for row, seq, answer in zip(logits, seqs, sample(logits, seqs, EOS), strict=True):
+        scores = plain_scores(row.double().numpy(), seq)
+        if seq.params.temperature:
+            scores /= seq.params.temperature
+            left = plain_filter(scores, seq.params)
+            scores[[i for i in range(VOCAB) if i not in left]] = -math.inf
+        expected = scores - np.logaddexp.reduce(scores)
+        assert answer.logprob == pytest.approx(expected[answer.token], abs=1e-4)
+        possible = [i for i in np.argsort(-expected, kind="stable") if expected[i] > -math.inf]
+        assert [id_ for id_, _ in answer.top] == possible[: seq.params.logprobs]
+        assert [logprob for _, logprob in answer.top] == pytest.approx([expected[i] for i in possible[: seq.params.logprobs]], abs=1e-4)
+
+
+def test_processed_logprobs_are_of_what_a_form_allows() -> None:
+    logits = random_logits(1, seed=4)
+    seq = sequence(replace(GREEDY, logprobs=9, logprobs_mode="processed_logprobs"))
+    seq.matcher = Allows([1, 3, 5])
+    (answer,) = sample(logits, [seq], frozenset())
+    assert {id_ for id_, _ in answer.top} == {1, 3, 5} and sum(math.exp(logprob) for _, logprob in answer.top) == pytest.approx(1)
 
 
 def test_top_logprobs_break_ties_by_id() -> None:

@@ -287,6 +287,7 @@ async def test_the_error_for_a_bad_value_names_the_parameter(
         (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
         (CHAT, {**HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {**HELLO, "logprobs": True, "logprobs_mode": "raw_logits"}, "logprobs_mode"),
         (CHAT, {**HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
         (CHAT, {**HELLO, "max_completion_tokens": CONTEXT}, "max_completion_tokens"),
         (CHAT, {"messages": HELLO["messages"] * 1001}, "messages"),

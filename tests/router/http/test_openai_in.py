@@ -171,7 +171,7 @@ def test_every_sampling_parameter_arrives() -> None:
         "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": -1,
         "frequency_penalty": 1, "seed": 7, "logit_bias": {"5": -100, "0": 1.5}, "stop": ["a", "b"], "stop_token_ids": [3],
         "max_tokens": 9, "min_tokens": 2,
-        "ignore_eos": True,
+        "ignore_eos": True, "logprobs_mode": "processed_logprobs",
     }  # fmt: skip
     given |= {name: number.range.high for name, number in NUMBERS.items() if name not in given}
     assert set(given) == set(openai_in.SAMPLING)
@@ -201,6 +201,7 @@ def test_max_completion_tokens_is_another_name_of_max_tokens_in_chats() -> None:
 def test_each_api_has_its_own_form_of_logprobs() -> None:
     assert sampling(ask_chat(logprobs=True)).logprobs == 0
     assert sampling(ask_chat(logprobs=True, top_logprobs=3)).logprobs == 3
+    assert sampling(ask_chat(logprobs=True, logprobs_mode="processed_logprobs")).logprobs_mode == "processed_logprobs"
     assert sampling(ask_chat(logprobs=False)).logprobs is None
     assert refused(ask_chat, top_logprobs=3).param == "top_logprobs"
     assert refused(ask_chat, logprobs=3).param == "logprobs"
