@@ -21,7 +21,7 @@ from enum import Enum
 from baton.cluster.errors import BatonError
 from baton.cluster.handoff import Handoff
 from baton.cluster.telemetry import NO_SPAN, Span
-from baton.engine.core.sampling import Sampled
+from baton.engine.core.sampling import Sampled, Scored
 from baton.engine.core.sequence import Finish, Sequence
 from baton.moves import Moves
 from kvtransfer.handle import KvHandle
@@ -71,7 +71,13 @@ class Finished:
     preemptions: int
 
 
-Event = Adopted | Sampled | Finished | BatonError
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    first: int  # position in the prompt
+    scores: tuple[Scored, ...]
+
+
+Event = PromptScores | Adopted | Sampled | Finished | BatonError
 Emit = Callable[[Event], None]
 
 

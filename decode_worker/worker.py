@@ -26,7 +26,7 @@ from baton.engine.core.engine import Output, Refused
 from baton.engine.core.sequence import Sequence
 from baton.worker.kv_port import KvPort
 from baton.worker.refusal import failure, refusal
-from decode_worker.call import Adopted, Call, CallState, Emit, Finished
+from decode_worker.call import Adopted, Call, CallState, Emit, Finished, PromptScores
 from decode_worker.meter import HandoffMeter
 from kvtransfer.handle import KvHandle
 from kvtransfer.importer import Fetch
@@ -99,6 +99,9 @@ class DecodeWorker:
         for output in outputs:
             call = self._calls.get(output.seq.id)
             if call is None or call.is_over:
+                continue
+            if output.scores:
+                call.emit(PromptScores(output.scored_at, output.scores))
                 continue
             if output.sampled is None:
                 call.fail(failure(output))

@@ -12,7 +12,7 @@ from baton.cluster.telemetry import NO_SPAN, Span
 from baton.engine.core.sampling import FIELDS
 from baton.engine.core.thinking import ThinkingBudget
 from baton.v1 import generation_pb2, worker_pb2
-from router.request import FinishReason, Request, Token
+from router.request import FinishReason, PromptToken, Request, Scores, Token
 from router.workers import Adopted, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
 
 _FINISH: dict[int, FinishReason | None] = {
@@ -27,6 +27,7 @@ Message = worker_pb2.DecodeEvent | BatonError  # of a decode call; its tokens wa
 
 def to_job(request: Request, span: Span = NO_SPAN) -> worker_pb2.Job:
     told = {name: getattr(request.params, name) for name in FIELDS}
+    told["prompt_logprobs"] = request.params.prompt_logprobs if request.unscored else None
     told["structured"] = request.params.structured and request.params.structured.told()
     told["stop_token_ids"] = sorted(request.params.stop_token_ids)  # the same bytes for the same request
     sampling = generation_pb2.SamplingParams(**told)
@@ -87,6 +88,10 @@ def to_token(token: worker_pb2.GeneratedToken) -> Token:
     return Token(token.id, token.logprob if token.HasField("logprob") else None, top)
 
 
+def _to_prompt_token(told: generation_pb2.PromptToken) -> PromptToken:
+    return PromptToken(told.index, told.id, told.logprob, told.rank, tuple((top.id, top.logprob) for top in told.top))
+
+
 def to_events(messages: Sequence[Message | bytes]) -> Iterator[DecodeEvent]:
     """`bytes`: a GeneratedToken. Joins successive tokens. Raises the BatonError that ended the call."""
     tokens: list[Token] = []
@@ -102,12 +107,14 @@ def to_events(messages: Sequence[Message | bytes]) -> Iterator[DecodeEvent]:
         yield tuple(tokens)
 
 
-def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> Adopted | Ended:
+def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> Scores | Adopted | Ended:
     if isinstance(message, BatonError):
         raise message
     match message.WhichOneof("event"):
         case "adopted":
             return Adopted(Handoff(**plain(message.adopted.handoff)))
+        case "prompt_logprobs":
+            return Scores(tuple(map(_to_prompt_token, message.prompt_logprobs.tokens)))
         case "finished":
             finish = _FINISH[message.finished.reason]
             if finish is None:

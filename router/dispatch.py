@@ -33,7 +33,7 @@ from router.outliers import Stride
 from router.poison import Poison
 from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
 from router.prompt_lease import PromptLease, Started
-from router.request import NEAR_DEADLINE_S, Failure, Request, Tokens
+from router.request import NEAR_DEADLINE_S, Failure, Request, Scores, Tokens
 from router.request_log import RequestLog, name
 from router.served import ServedModel
 from router.turnstile import Turnstile
@@ -241,6 +241,9 @@ class Dispatcher:
                         first_to_compute = started.known == request.prompt_len + request.resumed
                         self._note_end(request, event, not handle and started.live is None and first_to_compute)
                         continue
+                    if isinstance(event, Scores):
+                        request.note_scores(event)
+                        continue
                     trace.watch.enter("decode", worker.name)
                     if isinstance(event, Adopted):
                         trace.handoff += event.handoff
@@ -290,7 +293,8 @@ class Dispatcher:
     async def _choose_prefill(self, request: Request, failed: set[Identity]) -> Choice | Bypass:
         def choose() -> Choice | Bypass | NoWorker | Saturated:
             keys, now = self._keys(request), self._clock()
-            return choose_prefill(self._model, keys, len(request.tokens), request.longest, now, failed, self._terms, request.tie)
+            found = choose_prefill(self._model, keys, len(request.tokens), request.longest, now, failed, self._terms, request.tie)
+            return Bypass("prompt_logprobs") if request.unscored and isinstance(found, Choice) else found
 
         return await self._chosen(request, failed, choose, begun=False)
 

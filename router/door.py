@@ -12,7 +12,7 @@ from baton.engine.core.sampling import FIELDS
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.conversation import MAX_TOOLS, MAX_TOOLS_BYTES, PLAIN, Aside, Call, Setting, Tool, parsed
-from router.request import Trace
+from router.request import PromptToken, Scores, Trace
 from router.service import Accepted, Event, Finished, GenerateService, Piece, Pieces
 from router.tools.delta import Arguments, CallBegin, Delta, Reasoning
 from router.turn_budget import TurnBudget
@@ -37,7 +37,7 @@ class GenerationDoor(generation_pb2_grpc.GenerationServicer):
                 async for event in events:
                     if isinstance(event, Accepted):
                         context.set_trailing_metadata((("x-request-id", event.request_id),))
-                    elif isinstance(event, Pieces):
+                    elif isinstance(event, Pieces | Scores):
                         await self._budget.spend(event.size)
                     yield to_response(event)
 
@@ -179,10 +179,17 @@ def to_response(event: Event) -> pb.GenerateResponse:
                 relaxed=event.relaxed,
             )
             return pb.GenerateResponse(accepted=accepted)
+        case Scores():
+            return pb.GenerateResponse(prompt_logprobs=pb.PromptLogprobs(tokens=map(_to_prompt_token, event.tokens)))
         case Pieces():
             return pb.GenerateResponse(tokens=pb.Tokens(tokens=map(_to_token, event.pieces)))
         case Finished():
             return pb.GenerateResponse(finished=_to_finished(event))
+
+
+def _to_prompt_token(token: PromptToken) -> pb.PromptToken:
+    top = [pb.TopLogprob(id=id_, logprob=logprob) for id_, logprob in token.top]
+    return pb.PromptToken(index=token.index, id=token.id, logprob=token.logprob, rank=token.rank, top=top)
 
 
 def _to_token(piece: Piece) -> pb.Token:

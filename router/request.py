@@ -138,6 +138,29 @@ class Token:
         return ENTRY_BYTES + TOP_BYTES * len(self.top)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    """A token of the prompt, and what the model says of it before it."""
+
+    index: int  # position in the prompt
+    id: int
+    logprob: float | None = None  # of the first token: none
+    rank: int = 0  # 1: no token is likelier
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of successive tokens of the prompt."""
+
+    tokens: tuple[PromptToken, ...]
+
+    @property
+    def size(self) -> int:
+        """See `Token.size`."""
+        return sum(ENTRY_BYTES + TOP_BYTES * (1 + len(token.top)) for token in self.tokens)
+
+
 Tokens = tuple[Token, ...]  # successive ones that were ready together; at least one
 
 
@@ -176,6 +199,7 @@ class Request:
     arrival: int = 0  # its place in the order of arrival at this router
     priority: int = 0  # among those that wait: the lowest goes first
     backlog: Backlog = field(default_factory=Backlog)  # what waits for its client, with the other choices of the answer
+    scores: list[PromptToken] = field(default_factory=list)  # of the prompt's tokens but the first, if they are asked for
     resumed: int = 0  # output tokens that it arrived with: an earlier call has streamed them
 
     @property
@@ -195,6 +219,17 @@ class Request:
     def made(self) -> int:
         """Output tokens that were generated here."""
         return self.output_len - self.resumed
+
+    @property
+    def unscored(self) -> bool:
+        """Whether a worker is to say what the model thinks of the prompt. It told a client that has output."""
+        return self.params.prompt_logprobs is not None and not self.output_len
+
+    def note_scores(self, scores: Scores) -> None:
+        """Another worker begins again, and says the same."""
+        for each in scores.tokens:
+            if each.index == len(self.scores) + 1:
+                self.scores.append(each)
 
     def grow(self, tokens: Tokens) -> None:
         for token in tokens:

@@ -35,7 +35,7 @@ from router.journal import REFUSALS, Entry, Journal
 from router.kept import Kept
 from router.known_texts import KnownTexts
 from router.rates import Rates, Unlimited
-from router.request import FinishReason, Request, Stopwatch, Token, Tokens, Trace
+from router.request import FinishReason, PromptToken, Request, Scores, Stopwatch, Token, Tokens, Trace
 from router.resume import Receipt, prompt_digest, receipt_key
 from router.served import Served, ServedModel
 from router.tokenizer import Tokenizer
@@ -149,8 +149,9 @@ class _Plan:
 
 LONG_PROMPT = 4096  # tokens; what is computed from every token of a longer prompt is computed off the event loop
 CLOCKS_DIFFER_S = 60.0  # a receipt lives longer than any request, by this
-Event = Accepted | Pieces | Finished
-Part = Accepted | Piece | Finished
+SCORES_AT_ONCE = 64  # tokens of the prompt in one event
+Event = Accepted | Scores | Pieces | Finished
+Part = Accepted | Scores | Piece | Finished
 T = TypeVar("T")
 _LIMITS = Limits()
 NOTHING = Recommended()
@@ -205,7 +206,8 @@ class GenerateService:
             self._grammars.close()
 
     async def generate(self, ask: Ask, timeout_s: float | None) -> AsyncGenerator[Event, None]:
-        """Yields Accepted, then Pieces, then Finished. Raises BatonError. Closing the generator ends the request everywhere."""
+        """Yields Accepted, Scores if the prompt's are asked for, Pieces, and then Finished. Raises BatonError. Closing the generator ends
+        the request everywhere."""
         operation = semconv.TEXT_COMPLETION if ask.messages is None else semconv.CHAT
         with self._journal.open(operation, ask.request_id, ask.traceparent, ask.tenant, tracestate=ask.tracestate) as entry:
             if self.draining:
@@ -380,6 +382,8 @@ class GenerateService:
         if request.finish is None:  # else the output had ended when its stream broke
             async with aclosing(self._dispatcher.generate(request)) as batches:
                 async for tokens in batches:
+                    for scores in _scores(request) if request.made == len(tokens) else ():
+                        yield scores
                     pieces = _pieces(tokens, request.output_len - len(tokens), text)
                     request.cut(len(tokens) - len(pieces))
                     yield Pieces(pieces)
@@ -450,6 +454,15 @@ def _refusing(field: str) -> Iterator[None]:
 
 def parts(event: Event) -> tuple[Part, ...]:
     return event.pieces if isinstance(event, Pieces) else (event,)
+
+
+def _scores(request: Request) -> Iterator[Scores]:
+    """What was asked of the prompt; nothing comes before its first token."""
+    if request.params.prompt_logprobs is None or request.resumed:
+        return
+    told = [PromptToken(0, request.tokens[0]), *request.scores]
+    for start in range(0, len(told), SCORES_AT_ONCE):
+        yield Scores(tuple(told[start : start + SCORES_AT_ONCE]))
 
 
 def _pieces(tokens: Tokens, start: int, text: Transcript) -> tuple[Piece, ...]:

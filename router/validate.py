@@ -18,6 +18,7 @@ from router.conversation import PLAIN, Setting
 
 ROLES = ("system", "user", "assistant", "tool")
 DEFAULT_MAX_TOKENS = 256
+MAX_PROMPT_LOGPROBS = 1 << 18  # log-probabilities of one prompt, all together
 MAX_REQUEST_ID = 128  # characters; a longer one is refused
 MAX_VIOLATIONS = 20  # in one answer: they travel in the trailers, which gRPC limits to 8 KiB
 T = TypeVar("T", int, float)
@@ -62,6 +63,7 @@ class AskSampling(_Numbers):  # type: ignore[misc]
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
     logprobs: int | None = None
     logprobs_mode: str | None = None
+    prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
@@ -152,6 +154,9 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple
     if asked.max_tokens is not None and asked.max_tokens > room:
         description = f"{prompt_tokens} prompt tokens and {asked.max_tokens} output tokens exceed the context of {context} tokens"
         raise _context_length("sampling.max_tokens", description, prompt_tokens, context)
+    if asked.prompt_logprobs is not None and prompt_tokens * (asked.prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
+        count = f"{asked.prompt_logprobs} and its own for each of {prompt_tokens} tokens"
+        raise invalid("sampling.prompt_logprobs", f"{count} are more than {MAX_PROMPT_LOGPROBS}")
     max_tokens = min(asked.default_max_tokens, room) if asked.max_tokens is None else asked.max_tokens
     if len(ask.output_so_far) > max_tokens:
         raise invalid("output_so_far.ids", _beyond(max_tokens))
@@ -167,6 +172,7 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple
         logit_bias=MappingProxyType(dict(asked.logit_bias)),
         logprobs=asked.logprobs,
         logprobs_mode=asked.logprobs_mode or RAW,
+        prompt_logprobs=asked.prompt_logprobs,
         stop_token_ids=frozenset(asked.stop_token_ids),
         ignore_eos=bool(asked.ignore_eos),
         structured=asked.structured,
@@ -247,8 +253,10 @@ def _sampling(asked: AskSampling, limits: Limits, vocab_size: int) -> Iterator[V
     most = asked.default_max_tokens if asked.max_tokens is None else asked.max_tokens
     if asked.min_tokens is not None and asked.min_tokens > max(most, 0):
         yield Violation("sampling.min_tokens", f"must not be more than max_tokens ({most})")
-    if asked.logprobs is not None and not 0 <= asked.logprobs <= limits.max_logprobs:
-        yield Violation("sampling.logprobs", f"must be 0 to {limits.max_logprobs}")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(asked, name)
+        if value is not None and not 0 <= value <= limits.max_logprobs:
+            yield Violation(f"sampling.{name}", f"must be 0 to {limits.max_logprobs}")
     if asked.logprobs_mode not in (None, *LOGPROBS_MODES):
         yield Violation("sampling.logprobs_mode", f"must be one of {', '.join(LOGPROBS_MODES)}")
     if asked.seed is not None and not 0 <= asked.seed < 1 << 64:

@@ -9,7 +9,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import Load, RoleName, WorkerRecord, WorkerState
 from baton.engine.core.block_key import DEVICE
-from router.request import FinishReason, Request, Token, Tokens
+from router.request import FinishReason, Request, Scores, Token, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Ended:
     cached_tokens: int
 
 
-DecodeEvent = Tokens | Adopted | Ended
+DecodeEvent = Tokens | Scores | Adopted | Ended
 
 
 class Died(BatonError):

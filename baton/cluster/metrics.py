@@ -164,7 +164,7 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         "baton_router_bypasses_total", "counter", "requests", ROUTER,
         "Prompts that the router sent straight to a decode worker to compute, without a handoff.",
-        {"reason": ("short", "cached", "no prefill worker", "same worker")},
+        {"reason": ("short", "cached", "no prefill worker", "same worker", "prompt_logprobs")},
     ),
     Metric(
         "baton_router_retries_total", "counter", "attempts", ROUTER,

@@ -20,7 +20,7 @@ from baton.engine.model.config_json import read_config
 from baton.engine.model.kv_views import DTYPES, views
 from baton.engine.model.memory import keep_memory, return_memory
 from baton.engine.model.ops import Ops
-from baton.engine.model.sampler import sample
+from baton.engine.model.sampler import sample, score
 from baton.engine.model.sizes import rounded_up
 from baton.engine.model.transformer import Transformer
 from baton.engine.options import Options
@@ -123,8 +123,12 @@ class ModelRunner:
         """See `Runner.run`. Raises NonFiniteLogits if logits are not finite."""
         rows = [chunk.rows for chunk in batch]
         logits, best = self._logits(batch)
+        told: list[Tokens] = [()] * len(batch)
+        if any(chunk.scored for chunk in batch):
+            logits, told = _scores(logits, batch)
         sampled = iter(sample(logits, list(chain.from_iterable(rows)), self.eos_token_ids, best, self.model.ops.draw))
-        return [accepted(chunk.drafts, [next(sampled) for _ in own]) if own else () for chunk, own in zip(batch, rows, strict=True)]
+        found = [accepted(chunk.drafts, [next(sampled) for _ in own]) if own else () for chunk, own in zip(batch, rows, strict=True)]
+        return [(*scores, *tokens) for scores, tokens in zip(told, found, strict=True)]
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
@@ -133,7 +137,8 @@ class ModelRunner:
         self._paged.pool[target].copy_(self._paged.pool[source])
 
     def run_logits(self, batch: Seq[Chunk]) -> Tensor:
-        """Computes the batch; float32 logits `[R, vocab]`, a row for each of `Chunk.rows` in the batch's order."""
+        """Computes the batch; float32 logits `[R, vocab]`, a row for each position that is scored and each of `Chunk.rows`, in the batch's
+        order."""
         logits, best = self._logits(batch)
         return logits if best is None else logits.clone()
 
@@ -153,11 +158,12 @@ class ModelRunner:
         """`parts`: the spans in `batch_order`, each with the index of its chunk."""
         meta = plan([span for _, span in parts], paged, self.model.config.attention)
         tokens: list[int] = []
-        at: dict[tuple[int, int], int] = {}  # (chunk, its position that samples) → row
+        at: dict[tuple[int, int], int] = {}  # (chunk, its position that is scored or samples) → row
         for i, span in parts:
             chunk, first = batch[i], span.start - batch[i].seq.computed
-            if chunk.samples:
-                at |= {(i, each): len(tokens) + each - first for each in range(max(first, chunk.n - 1), first + span.n)}
+            end = first + span.n
+            asked = chain(range(first, min(chunk.scored, end)), range(max(first, chunk.n - 1), end if chunk.samples else 0))
+            at |= {(i, each): len(tokens) + each - first for each in asked}
             tokens += chunk.tokens[first : first + span.n]
         rows = [at[key] for key in sorted(at)]
         more = more_rows = 0
@@ -169,6 +175,19 @@ class ModelRunner:
 
     def _tensor(self, ids: list[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self.device)
+
+
+def _scores(logits: Tensor, batch: Seq[Chunk]) -> tuple[Tensor, list[Tokens]]:
+    """The rows that are left for sampling, and what each chunk says of its prompt."""
+    told, left, row = list[Tokens](), list[int](), 0
+    for chunk in batch:
+        seq, start, count = chunk.seq, chunk.seq.computed + 1, chunk.scored
+        known = seq.tokens[start : start + count]
+        told.append(tuple(score(logits[row : row + count], known, seq.params.prompt_logprobs or 0)) if count else ())
+        after = row + count + len(chunk.rows)
+        left += range(row + count, after)
+        row = after
+    return logits[left], told
 
 
 def spans_of(chunk: Chunk, exact: bool) -> list[Span]:

@@ -413,18 +413,20 @@ class DecodeEvents(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[DecodeEvent, _Mapping]]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("call_id", "adopted", "token", "finished", "error")
+    __slots__ = ("call_id", "adopted", "token", "finished", "error", "prompt_logprobs")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     adopted: Adopted
     token: GeneratedToken
     finished: DecodeFinished
     error: CallError
-    def __init__(self, call_id: _Optional[int] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., token: _Optional[_Union[GeneratedToken, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., error: _Optional[_Union[CallError, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _generation_pb2.PromptLogprobs
+    def __init__(self, call_id: _Optional[int] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., token: _Optional[_Union[GeneratedToken, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., error: _Optional[_Union[CallError, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_generation_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Adopted(_message.Message):
     __slots__ = ("handoff", "cached_tokens")

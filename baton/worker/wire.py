@@ -12,7 +12,7 @@ from baton.cluster.rpc import to_status
 from baton.engine.core.block_key import root_key
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvLayout
-from baton.engine.core.sampling import FIELDS, RAW, Sampled, SamplingParams
+from baton.engine.core.sampling import FIELDS, RAW, Sampled, SamplingParams, Scored
 from baton.engine.core.sequence import Finish, Sequence
 from baton.engine.core.thinking import Marks, ThinkingBudget
 from baton.v1 import generation_pb2, worker_pb2
@@ -42,6 +42,7 @@ def to_params(job: worker_pb2.Job) -> SamplingParams:
     given["logit_bias"] = dict(sampling.logit_bias)
     given["logprobs"] = sampling.logprobs if sampling.HasField("logprobs") else None
     given["logprobs_mode"] = sampling.logprobs_mode or RAW  # an older router's is empty
+    given["prompt_logprobs"] = sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None
     given["stop_token_ids"] = frozenset(sampling.stop_token_ids)
     form = sampling.structured
     given["structured"] = Grammar(form.kind, form.text, form.strict) if sampling.HasField("structured") else None
@@ -54,8 +55,20 @@ def _to_budget(told: worker_pb2.ThinkingBudget) -> ThinkingBudget:
 
 
 def to_token(sampled: Sampled) -> worker_pb2.GeneratedToken:
-    top = [generation_pb2.TopLogprob(id=token, logprob=logprob) for token, logprob in sampled.top]
-    return worker_pb2.GeneratedToken(id=sampled.token, logprob=sampled.logprob, top=top)
+    return worker_pb2.GeneratedToken(id=sampled.token, logprob=sampled.logprob, top=to_top(sampled))
+
+
+def to_prompt_logprobs(first: int, scores: tuple[Scored, ...]) -> generation_pb2.PromptLogprobs:
+    """`first`: position of the first of them in the prompt."""
+    tokens = [
+        generation_pb2.PromptToken(index=index, id=each.token, logprob=each.logprob, rank=each.rank, top=to_top(each))
+        for index, each in enumerate(scores, first)
+    ]
+    return generation_pb2.PromptLogprobs(tokens=tokens)
+
+
+def to_top(sampled: Sampled) -> list[generation_pb2.TopLogprob]:
+    return [generation_pb2.TopLogprob(id=token, logprob=logprob) for token, logprob in sampled.top]
 
 
 def to_finish(finish: Finish | None) -> "generation_pb2.FinishReason":

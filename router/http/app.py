@@ -45,6 +45,7 @@ from router.http.pieces import InPieces, gather, list_of_ids, members
 from router.http.responses import Responses
 from router.http.stream import ClientGone, merge, while_connected
 from router.http.tokens_out import GenerateWriter
+from router.request import Scores
 from router.service import Event, GenerateService, Pieces, parts
 from router.tokenizer import Tokenizer
 from router.turn_budget import TurnBudget
@@ -219,7 +220,7 @@ class HttpDoor:
 
         async with aclosing(merge([one(number, ask) for number, ask in enumerate(asked.asks)])) as events:
             async for number, event in events:
-                if isinstance(event, Pieces):
+                if isinstance(event, Pieces | Scores):
                     await self._budget.spend(event.size)
                 yield number, event
 

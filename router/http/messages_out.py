@@ -18,6 +18,7 @@ from router.http.errors import HttpError, to_json, to_param
 from router.http.openai_in import Asked, Caller
 from router.http.openai_out import check_size
 from router.http.pieces import members
+from router.request import Scores
 from router.service import Accepted, Finished, Part
 from router.tokenizer import Tokenizer
 from router.tools.delta import Arguments, CallBegin, Content, Delta, Reasoning
@@ -114,6 +115,8 @@ class Writer:
             if event.relaxed:
                 self._head["relaxed"] = [self._in_their_words(one) for one in event.relaxed]
             return
+        if isinstance(event, Scores):
+            return  # this API does not ask for them
         if not self._begun:
             self._begun = True
             start: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage(0, 0)}

@@ -36,6 +36,7 @@ from router.http.conversing import (
 from router.http.errors import bad_value
 from router.validate import MAX_REQUEST_ID, Ask, AskSampling, Limits
 
+WHOLE = "is told in a whole answer only: stream must be false"
 ONE_CHOICE = "needs a stream of one choice"
 REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/+=@-]{{1,{MAX_REQUEST_ID - 8}}}")  # leaves room for the number of a choice
 MAX_CHOICES = 128  # of one HTTP request: prompts times n
@@ -70,6 +71,9 @@ class Asked:
     text: bool = True  # the answer has the text
     prompt: tuple[int, ...] | None = None  # the answer repeats it
     shows_thinking: bool = True
+    echoes: bool = False  # the text of a choice begins with the prompt
+    echoed_logprobs: int | None = None  # of the prompt's tokens, before the output's
+    prompt_logprobs: int | None = None  # of the prompt's tokens, apart from the output's
     names: Mapping[str, str] = field(default_factory=lambda: _NO_NAMES)  # field of an Ask → parameter
 
     def names_of(self, choice: int) -> Mapping[str, str]:
@@ -150,7 +154,7 @@ class Generation(Numbers):  # type: ignore[misc]
     service_tier: Annotated[Any, neutral("auto", "default")] = None
     skip_special_tokens: Annotated[Any, neutral(True)] = None
     include_stop_str_in_output: Annotated[Any, neutral(False)] = None
-    prompt_logprobs: Annotated[Any, neutral()] = None
+    prompt_logprobs: Integer = None
     use_beam_search: Annotated[Any, neutral(False)] = None
     length_penalty: Annotated[Any, neutral(1.0, 1)] = None
     spaces_between_special_tokens: Annotated[Any, neutral(True)] = None
@@ -188,7 +192,7 @@ class Completion(Generation):
     prompt: Prompt
     logprobs: Integer = None
     best_of: Choices = None
-    echo: Annotated[Any, neutral(False)] = None
+    echo: Boolean = None
     suffix: Annotated[Any, neutral("")] = None
     add_special_tokens: Boolean = None
     parse_special: Boolean = None
@@ -255,6 +259,9 @@ def completion(body: bytes, caller: Caller) -> Asked:
     if given.best_of not in (None, given.n or 1):
         raise bad_value("best_of", "is not supported here (only the value of n is accepted)", UNSUPPORTED)
     said = sampling_of(given, forms.read(given), default_max_tokens=COMPLETION_MAX_TOKENS, logprobs=given.logprobs)
+    echoed = given.logprobs if given.echo else None
+    if echoed is not None:
+        said = replace(said, prompt_logprobs=max(echoed, given.prompt_logprobs or 0))
     prompts: Any = [given.prompt] if isinstance(given.prompt, str) or isinstance(given.prompt[0], int) else given.prompt
     asks = [
         Ask(
@@ -272,7 +279,12 @@ def completion(body: bytes, caller: Caller) -> Asked:
         )
         for one in prompts
     ]
-    return _asked(given, asks, caller, chat=False, names={"text": "prompt", "token_ids": "prompt", "token_ids.ids": "prompt"})
+    if given.echo and (given.stream or given.output_so_far):
+        raise bad_value("echo", WHOLE)
+    names = {"text": "prompt", "token_ids": "prompt", "token_ids.ids": "prompt"}
+    if echoed is not None and given.prompt_logprobs is None:
+        names["prompt_logprobs"] = "logprobs"
+    return replace(_asked(given, asks, caller, chat=False, names=names), echoes=bool(given.echo), echoed_logprobs=echoed)
 
 
 def tokenize(body: bytes) -> tuple[Ask, Mapping[str, str]]:
@@ -315,12 +327,15 @@ def sampling_of(given: Body, form: Grammar | None, **more: Any) -> AskSampling:
 
 def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool, names: dict[str, str]) -> Asked:
     n = given.n or 1
+    if given.prompt_logprobs is not None and given.stream:
+        raise bad_value("prompt_logprobs", WHOLE)
     if given.output_so_far:
         if not given.stream or n * len(prompts) > 1:
             raise bad_value("output_so_far", ONE_CHOICE)
         prompts = [replace(prompts[0], output_so_far=tuple(given.output_so_far))]
     asked = asked_of(given, prompts, caller, n=n, names=names | forms.called(given) | {"output_so_far.ids": "output_so_far"})
-    return replace(asked, chat=chat, token_ids=bool(given.return_token_ids), sampling=bool(given.return_sampling))
+    asked = replace(asked, chat=chat, token_ids=bool(given.return_token_ids), sampling=bool(given.return_sampling))
+    return replace(asked, prompt_logprobs=given.prompt_logprobs)
 
 
 def asked_of(given: Any, prompts: list[Ask], caller: Caller, *, n: int, names: Mapping[str, str]) -> Asked:
@@ -352,4 +367,5 @@ def _choices(prompts: list[Ask], n: int, request_id: str) -> Iterator[Ask]:
         for j in range(n):
             seed = None if ask.sampling.seed is None else (ask.sampling.seed + j) % (1 << 64)
             sampling = ask.sampling if seed == ask.sampling.seed else replace(ask.sampling, seed=seed)
+            sampling = sampling if j == 0 else replace(sampling, prompt_logprobs=None)  # one tells them for all
             yield replace(ask, request_id=request_id if alone else f"{request_id}-{i * n + j}", sampling=sampling)

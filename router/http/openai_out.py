@@ -18,14 +18,14 @@ from router.http.errors import bad_value, to_json
 from router.http.forms import written
 from router.http.openai_in import Asked, Caller
 from router.http.pieces import list_of, list_of_ids, members
-from router.request import Token
+from router.http.prompt_out import PromptOut, finite, token_text
+from router.request import Scores, Token
 from router.service import Accepted, Finished, Part, Piece
 from router.tokenizer import Tokenizer
 from router.tools.delta import Arguments, CallBegin, Delta, Reasoning
 
 MAX_WHOLE_BYTES = 64 << 20  # of an answer that is not streamed
 ID_BYTES = 8  # of a token's id in a list
-LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 REASONING = ("reasoning", "reasoning_content")  # the two names that clients read
 _Json = dict[str, Any]
 
@@ -205,6 +205,8 @@ class Writer:
         # The client of a resumed stream has the first chunk.
         self._choices = [Choice(begun=bool(ask.resume and ask.output_so_far)) for ask in asked.asks]
         self._head = {"id": f"{self._shape.prefix}-{request_id}", "object": self._shape.name, "created": int(clock()), "model": model}
+        self._tokenizer = tokenizer
+        self._prompts = [PromptOut() for _ in asked.asks]
         self._size = 0  # bytes of a whole answer so far, about
         self._chunk_head = self._head | {"object": self._shape.chunk_name}
 
@@ -212,7 +214,9 @@ class Writer:
         """Notes an event of a choice whose answer is sent as a whole. Log-probabilities are written now: at the end, those of all tokens
         together would delay others. Raises HttpError for an answer that is too long."""
         choice = self._choices[index]
-        if isinstance(event, Piece):
+        if isinstance(event, Scores):
+            self._size += self._prompts[index].take(event, self._asked, self._tokenizer)
+        elif isinstance(event, Piece):
             choice.texts.append(event.text)
             choice.ids.append(event.token.id)
             self._size += len(event.text) + ID_BYTES + choice.keep(event.deltas)
@@ -221,7 +225,7 @@ class Writer:
         elif isinstance(event, Finished):
             choice.texts.append(event.text)
             choice.keep(event.deltas)
-        self._note(choice, event)
+        self._note(index, event)
         check_size(self._size)
 
     def _write_logprobs(self, choice: Choice, token: Token) -> None:
@@ -232,7 +236,10 @@ class Writer:
 
     def whole(self) -> Iterator[bytes]:
         """The answer in JSON, in parts."""
-        yield from members(self._head, choices=self._whole_choices(), usage=[to_json(self.usage())])
+        more = {}
+        if self._asked.chat and self._asked.prompt_logprobs is not None:
+            more["prompt_logprobs"] = list_of(self._prompts[0].entries)
+        yield from members(self._head, choices=self._whole_choices(), usage=[to_json(self.usage())], **more)
 
     def _whole_choices(self) -> Iterator[bytes]:
         yield b"["
@@ -240,6 +247,8 @@ class Writer:
             lists = {"logprobs": self._whole_logprobs(choice) if self._logprobs else [b"null"]}
             if self._asked.token_ids:
                 lists["token_ids"] = list_of_ids(choice.ids)
+            if not self._asked.chat and self._asked.prompt_logprobs is not None:
+                lists["prompt_logprobs"] = list_of(self._scored(i).entries)
             if i:
                 yield b","
             head = self._shape.whole(choice) | {"index": i, "finish_reason": choice.finish} | choice.sampling | self._told(i)
@@ -252,24 +261,29 @@ class Writer:
 
     def _whole_logprobs(self, choice: Choice) -> Iterator[bytes]:
         empty = self._shape.logprobs([])
-        lists = {name: list_of(choice.columns.get(name, [])) for name, value in empty.items() if isinstance(value, list)}
+        prompt = self._scored(self._choices.index(choice)).columns
+        lists = {
+            name: list_of(prompt.get(name, []) + choice.columns.get(name, [])) for name, value in empty.items() if isinstance(value, list)
+        }
         yield from members({name: value for name, value in empty.items() if name not in lists}, **lists)
 
     def chunks(self, index: int, event: Part) -> Iterator[_Json]:
         """The chunks that an event of a choice adds to the stream."""
         choice = self._choices[index]
+        if isinstance(event, Scores):
+            return  # told in whole answers only
         if not isinstance(event, Accepted) and not choice.begun:
             choice.begun = True
             if (first := self._shape.begin()) is not None:
                 yield self._chunk(index, first | self._sampling(choice))
         if isinstance(event, Piece):
             logprobs = self._shape.logprobs([(event.token, choice.length)]) if self._logprobs else None
-            self._note(choice, event)
+            self._note(index, event)
             yield self._chunk(
                 index, self._shape.part(event.text, event.deltas) | self._ids([event.token.id]) | self._sampling(choice), logprobs
             )
             return
-        self._note(choice, event)
+        self._note(index, event)
         if isinstance(event, Finished):
             if event.text or event.deltas:
                 yield self._chunk(index, self._shape.part(event.text, event.deltas))
@@ -297,11 +311,18 @@ class Writer:
             **details,
         }
 
-    def _note(self, choice: Choice, event: Part) -> None:
+    def _scored(self, index: int) -> PromptOut:
+        """What is told of the prompt: it is scored for the first of its choices."""
+        return self._prompts[index - index % self._asked.n]
+
+    def _note(self, index: int, event: Part) -> None:
+        choice = self._choices[index]
         match event:
             case Accepted():
                 choice.prompt_tokens = event.prompt_tokens
-                choice.completion_tokens, choice.length = event.output_tokens, event.shown
+                prompt = self._prompts[index] = PromptOut.of(self._asked, self._asked.asks[index], self._tokenizer)
+                choice.texts += [prompt.text] if prompt.text else []
+                choice.completion_tokens, choice.length = event.output_tokens, event.shown + len(prompt.text)
                 if self._asked.sampling:
                     choice.sampling = {"sampling": in_force(event)}
                 if event.relaxed:
@@ -347,18 +368,3 @@ def in_force(event: Accepted) -> _Json:
     if (thinking := event.params.thinking) is not None:
         told["max_thinking_tokens"] = thinking.max_tokens
     return told | {"stop": list(event.stops)}
-
-
-def token_text(tokenizer: Tokenizer, id_: int) -> str:
-    """A token as people can read it: its text, the spelling of a special token, or the bytes of a token that is not text by itself."""
-    piece = tokenizer.piece(id_)
-    if piece is None:
-        return tokenizer.name(id_)
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
-
-
-def finite(logprob: float | None) -> float:
-    return max(LOWEST_LOGPROB, logprob if logprob is not None else LOWEST_LOGPROB)

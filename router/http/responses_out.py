@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.http.errors import HttpError, bad_value, to_json
-from router.http.openai_out import LOWEST_LOGPROB, MAX_WHOLE_BYTES, token_text
+from router.http.openai_out import MAX_WHOLE_BYTES
 from router.http.pieces import list_of, members
+from router.http.prompt_out import LOWEST_LOGPROB, token_text
 from router.http.responses_in import AskedResponse
-from router.request import Token
+from router.request import Scores, Token
 from router.service import Accepted, Finished, Part, Piece
 from router.tokenizer import Tokenizer
 from router.tools.delta import Arguments, CallBegin, Content, Delta, Reasoning
@@ -133,6 +134,8 @@ class Writer:
             if event.relaxed:
                 self._head["relaxed"] = [sentence.replace("].function.", "].", 1) for sentence in event.relaxed]
             return
+        if isinstance(event, Scores):
+            return  # this API does not ask for them
         if not self._begun:
             self._begun = True
             for name in ("created", "in_progress"):

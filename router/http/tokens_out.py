@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from router.http.openai_in import Asked
-from router.http.openai_out import Chat, Choice, Completion, Writer, finite
+from router.http.openai_out import Chat, Choice, Completion, Writer
 from router.http.pieces import list_of_ids, members
+from router.http.prompt_out import finite
 from router.request import Token
 from router.service import Finished, Part
 from router.tokenizer import Tokenizer

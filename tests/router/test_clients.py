@@ -298,7 +298,7 @@ async def test_every_sampling_parameter_reaches_the_worker() -> None:
         sampling = worker.prefills[0].job.sampling
         plain = {f.name: getattr(sampling, f.name) for f in sampling.DESCRIPTOR.fields if not f.is_repeated and f.message_type is None}
         lists: dict[str, Any] = {"stop_token_ids": frozenset(sampling.stop_token_ids), "logit_bias": dict(sampling.logit_bias)}
-        assert SamplingParams(**plain, **lists) == PARAMS
+        assert SamplingParams(**plain | {"prompt_logprobs": None}, **lists) == PARAMS and not sampling.HasField("prompt_logprobs")
         await prefill(workers, d0, request(params=replace(PARAMS, logprobs=None)), 5)
         assert not worker.prefills[1].job.sampling.HasField("logprobs") and not sampling.HasField("structured")
         await prefill(workers, d0, request(params=replace(PARAMS, structured=Grammar("regex", "a+", strict=False))), 5)

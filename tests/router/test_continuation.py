@@ -376,7 +376,7 @@ async def test_accepted_tells_everything_that_is_in_force(tokenizer: Tokenizer) 
     """A client that sends it back asks for the same again, whatever the defaults of the next router are."""
     asked = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(stop=["x"], logprobs=2))
     told = (await Router(tokenizer).serve(asked, cut=0))[0].accepted.sampling
-    absent = {"logit_bias", "stop_token_ids", "structured"}
+    absent = {"logit_bias", "stop_token_ids", "structured", "prompt_logprobs"}
     assert {field.name for field, _ in told.ListFields()} | absent == set(told.DESCRIPTOR.fields_by_name)
     assert (told.seed, told.max_tokens, list(told.stop), told.temperature) == (77, 256, ["x"], 1.0)
     once_more = (await Router(tokenizer, seed=99).serve(pb.GenerateRequest(text="hello", sampling=told), cut=0))[0]

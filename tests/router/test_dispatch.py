@@ -109,6 +109,25 @@ async def test_a_request_crosses_both_workers() -> None:
     world.check()
 
 
+# What the model says of the prompt
+
+
+@pytest.mark.parametrize("lost", [None, -1, 0, 3])
+async def test_the_decode_worker_scores_the_prompt_and_a_retry_tells_nothing_twice(lost: int | None) -> None:
+    """Lost in the middle of the scores, before the first token, or later."""
+    world = World("p0 d0 d1 d2")
+    if lost is not None:
+        for name in ("d0", "d1"):
+            fail(world, name, tokens=lost)
+    request = world.request()
+    request.params = replace(request.params, prompt_logprobs=0)
+    _, seen = await world.serve(request)
+    assert seen == truth(request) and request.trace.bypasses[0] == "prompt_logprobs" and (request.trace.retries > 0) == (lost is not None)
+    assert [each.index for each in request.scores] == list(range(1, request.prompt_len))
+    assert ("prefill" in {call.kind for call in world.workers.calls}) == (lost == 3), "once they are told, it is a request like any other"
+    world.check()
+
+
 # Many at once
 
 

@@ -116,7 +116,7 @@ class House:
 
 
 def text_of(events: list[Event]) -> str:
-    return "".join(part.text for event in events for part in parts(event) if not isinstance(part, Accepted))
+    return "".join(part.text for event in events for part in parts(event) if isinstance(part, Piece | Finished))
 
 
 def pieces_of(events: list[Event]) -> list[Piece]:

@@ -12,7 +12,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import Load, RoleName, WorkerRecord
 from baton.engine.core.toy import naive
-from router.request import FinishReason, Request, Token, tie_of
+from router.request import FinishReason, PromptToken, Request, Scores, Token, tie_of
 from router.view import ClusterView
 from router.workers import Adopted, Answer, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
 
@@ -120,6 +120,12 @@ class FakeWorkers:
                     self._end(handle)
                 self.tick("transfer")
                 yield Adopted(Handoff(transport="tcp", blocks=3, bytes=3000, digests_checked=3, read_ms=1.0, verify_ms=2.0))
+            if request.unscored:
+                told = [PromptToken(index, request.tokens[index], -float(index), 1) for index in range(1, request.prompt_len)]
+                yield Scores(tuple(told[:5]))
+                if fault and fault.tokens == -1:
+                    await fault.strike()
+                yield Scores(tuple(told[5:]))
             ready: list[Token] = []
             for made in count():
                 await asyncio.sleep(0)

@@ -119,6 +119,30 @@ def test_each_choice_has_its_own_seed(client: openai.OpenAI) -> None:
     assert got == want
 
 
+@pytest.mark.parametrize("prompt", ["some prompt", list(b"some prompt")])
+def test_a_completion_may_begin_with_its_prompt_and_what_the_model_says_of_it(client: openai.OpenAI, prompt: Any) -> None:
+    asked: dict[str, Any] = {"model": "toy", "prompt": prompt, "n": 2, "echo": True, "temperature": 0, "max_tokens": 5}
+    more = {"ignore_eos": True}
+    plain = client.completions.create(**asked, extra_body=more)
+    want = "some prompt" + said(b"some prompt", max_tokens=5)
+    assert [choice.text for choice in plain.choices] == [want] * 2 and plain.choices[0].logprobs is None
+    told = client.completions.create(**asked, logprobs=2, extra_body=more | {"prompt_logprobs": 1})
+    for choice in told.choices:
+        logprobs, scores = choice.logprobs, (choice.model_extra or {})["prompt_logprobs"]
+        assert choice.text == want and logprobs and logprobs.tokens and logprobs.text_offset and logprobs.token_logprobs
+        assert logprobs.tokens[:11] == list("some prompt") and len(logprobs.tokens) == 16 and logprobs.text_offset[:12] == list(range(12))
+        assert logprobs.token_logprobs[0] is None and set(logprobs.token_logprobs[1:11]) <= {0.0, -9999.0}
+        assert len(scores) == 11 and scores[0] is None and scores[1][str(ord("o"))]["decoded_token"] == "o"
+        assert all(each[str(id_)]["rank"] in (1, 2) for each, id_ in zip(scores[1:], b"ome prompt", strict=True))
+
+
+def test_a_chat_is_told_what_the_model_says_of_its_prompt(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="toy", messages=HELLO, **EXACT | {"extra_body": {"ignore_eos": True, "prompt_logprobs": 0}}
+    )
+    assert len((answer.model_extra or {})["prompt_logprobs"]) == len(PROMPT) and answer.choices[0].message.content == said()
+
+
 @pytest.mark.parametrize("prompt", ["one prompt", ["one prompt", "another one"], [1, 2, 3], [[1, 2, 3], [4, 5]]])
 def test_completions_accept_every_kind_of_prompt(client: openai.OpenAI, prompt: Any) -> None:
     several = prompt if isinstance(prompt[0], (list, str)) and isinstance(prompt, list) else [prompt]

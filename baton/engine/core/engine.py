@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.drafting import Drafter
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingToSample, OutOfDeviceMemory, Runner, Tokens
-from baton.engine.core.sampling import Sampled
+from baton.engine.core.sampling import Sampled, Scored
 from baton.engine.core.scheduler import Limits, Scheduler
 from baton.engine.core.sequence import Finish, Sequence, State, finish_reason
 
@@ -36,8 +36,8 @@ class Output:
     """One token of one sequence; `finish` is set with the last one. If `failure` or `expired` is set, there is no token and the engine has
     dropped the sequence.
 
-    Without a token, a failure or an expiry, the output reports a computed chunk of a prompt that will be held: `full` lists the blocks that
-    are full now.
+    Without a token, a failure or an expiry, the output reports a computed chunk of a prompt: `full` lists the blocks that are full now, if
+    it will be held, and `scores` are of the next tokens of the prompt, if that was asked for.
     """
 
     seq: Sequence
@@ -46,6 +46,8 @@ class Output:
     failure: str | None = None
     expired: bool = False  # its deadline passed while it waited in the queue
     full: tuple[int, ...] = ()
+    scores: tuple[Scored, ...] = ()
+    scored_at: int = 0  # position of the first of them
 
 
 @dataclass(slots=True)
@@ -63,6 +65,8 @@ class Counts:
 
 
 class Engine:
+    scores = True  # whether it can say what the model thinks of a prompt
+
     def __init__(
         self,
         runner: Runner,
@@ -218,6 +222,8 @@ class Engine:
 
     def _welcome(self, seq: Sequence) -> None:
         check(seq, self.runner.vocab_size, self.max_len)
+        if seq.params.prompt_logprobs is not None and (seq.hold or not self.scores):
+            raise Malformed("prompt_logprobs: this engine cannot tell them")
         if len(self.scheduler.waiting) >= self.scheduler.limits.max_queue:
             raise QueueFull(f"{len(self.scheduler.waiting)} sequences are waiting")
         if seq.id in self.sequences:
@@ -246,6 +252,8 @@ class Engine:
         """Applies a computed chunk to its sequence. The KV of a guess counts once the token is known, so nothing has to be taken back;
         tokens after the one that ends the sequence do not exist."""
         seq = chunk.seq
+        if chunk.scored:
+            return self._land_scored(chunk, tokens)
         self._advance(seq, chunk.n)
         if not tokens:
             return [Output(seq, None, full=tuple(seq.blocks[: seq.computed // self.block_size]))] if seq.hold else []
@@ -260,6 +268,16 @@ class Engine:
         self.counts.drafted_tokens += len(chunk.drafts)
         self.counts.accepted_tokens += len(outputs) - 1
         return outputs
+
+    def _land_scored(self, chunk: Chunk, tokens: Tokens) -> list[Output]:
+        """A part of the prompt that is computed again after a preemption has been told."""
+        seq, count = chunk.seq, chunk.scored
+        first = max(seq.computed, seq.scored)
+        scores = tuple(each for each in tokens[first - seq.computed : count] if isinstance(each, Scored))
+        seq.scored = max(seq.scored, seq.computed + count)
+        self._advance(seq, chunk.n)
+        told = [Output(seq, None, scores=scores, scored_at=first + 1)] if scores else []
+        return told + [self._settle(seq, token) for token in tokens[count:]]
 
     def _fail(self, seq_id: str, error: NothingToSample) -> Output:
         """Ends a sequence. If its logits are not finite, its blocks leave the prefix cache, so that they are not found again."""

@@ -1,6 +1,7 @@
 """What the engine asks of the thing that computes: a batch of chunks in, the tokens that each chunk yields out. No torch here.
 
-A chunk yields nothing while it does not reach the last known token, else one token, or several if somebody has guessed what comes next:
+A chunk first yields what it says of the prompt, if that was asked for (`Chunk.scored`). Then nothing while it does not reach the last known
+token, else one token, or several if somebody has guessed what comes next:
 the runner computes the guesses' positions in the same step, and samples after each as if it were known. Up to the first wrong guess, and
 one further, the tokens are those that one step for each would have sampled (Leviathan et al., "Fast Inference from Transformers via
 Speculative Decoding", 2023). Noise is a function of seed and position, so that holds for drawn tokens without their rejection rule.
@@ -38,6 +39,11 @@ class Chunk:
         return [*self.seq.tokens[self.seq.computed : self.seq.computed + self.n], *self.drafts]
 
     @property
+    def scored(self) -> int:
+        """For how many of its first positions the token that follows is to be scored: it belongs to the prompt."""
+        return max(0, min(self.n, self.seq.prompt_len - 1 - self.seq.computed)) if self.seq.unscored else 0
+
+    @property
     def rows(self) -> list[Sequence]:
         """The sequence as it is when each row of logits is sampled: as it is known, and with one guess, two, … Empty if nothing samples."""
         if not self.samples:
@@ -55,7 +61,7 @@ class Chunk:
         return self.seq.computed + self.n == len(self.seq.tokens)
 
 
-Tokens = tuple[Sampled, ...]  # what a chunk yields
+Tokens = tuple[Sampled, ...]  # what a chunk yields: `Chunk.scored` of them are `Scored`, and then come those that it has sampled
 
 
 def accepted(drafts: Seq[int], sampled: Seq[Sampled]) -> Tokens:
@@ -105,7 +111,8 @@ class Runner(Protocol):
     def pool(self) -> Pool: ...
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
-        """Writes the KV of every chunk into the pool. Returns what each chunk of `batch` yields: at most one token more than it has drafts.
+        """Writes the KV of every chunk into the pool. Returns what each chunk of `batch` yields: at most one token more than it has drafts,
+        after the tokens of the prompt that it scores.
 
         When it returns, the KV is written, and another process may read the blocks. Raises NothingToSample or OutOfDeviceMemory; then no
         sequence of the batch has a sampled token.

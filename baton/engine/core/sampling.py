@@ -79,6 +79,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
     logprobs: int | None = None  # None: none; n: the chosen token's and the n best
     logprobs_mode: str = RAW  # one of LOGPROBS_MODES
+    prompt_logprobs: int | None = None  # None: none; n: of each token of the prompt but the first, and of the n best in its place
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     structured: Grammar | None = None  # the form of the output; min_tokens and ignore_eos then hold where anything but the end may follow
@@ -98,6 +99,13 @@ class Sampled:
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scored(Sampled):
+    """A token of the prompt, and what the model's own distribution said of it before it."""
+
+    rank: int = 0  # 1: it was the likeliest, or as likely
 
 
 def mix64(x: int) -> int:

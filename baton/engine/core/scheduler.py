@@ -28,6 +28,7 @@ from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sequence import Sequence, State
 
+SCORED_AT_ONCE = 256  # positions of a step that have logits, each as many as the vocabulary has tokens
 Batching = Literal["continuous", "dynamic", "static"]
 
 
@@ -185,7 +186,7 @@ class Scheduler:
             return False
         self._extend_keys(seq)
         # The last known token is always computed here: sampling needs its logits.
-        keys = seq.keys[: (len(seq.tokens) - 1) // self.block_size]
+        keys = seq.keys[: 0 if seq.unscored else (len(seq.tokens) - 1) // self.block_size]
         known, idle = self.pool.matched(keys)
         fresh = self._blocks_for(len(seq.tokens)) - known
         if not self._fits(seq, known + fresh, self.pool.available - idle - fresh):
@@ -224,7 +225,7 @@ class Scheduler:
 
     def _chunk(self, seq: Sequence, budget: int, plan: Schedule) -> int:
         # A token that became known while KV was fetched may be beyond the blocks that were reserved: it gets room as a decode.
-        n = min(seq.pending, budget, len(seq.blocks) * self.block_size - seq.computed)
+        n = min(seq.pending, budget, len(seq.blocks) * self.block_size - seq.computed, SCORED_AT_ONCE if seq.unscored else budget)
         plan.chunks.append(Chunk(seq, n))
         return n
 

@@ -68,6 +68,7 @@ class Sequence:
     arrival: int | None = None  # place in the order in which sequences get room; a preemption does not change it
     arrived_with: int = 0  # len(tokens) on arrival
     started_at: float | None = None  # the caller's clock when the first chunk was scheduled
+    scored: int = 0  # tokens of the prompt that have been scored and told
     expires_at: float = math.inf  # on the same clock: from then on no client waits for it, and it is not started
     matcher: Matcher | None = None  # of `params.structured` and `params.thinking`
     guessed: bool = False  # a version of a sequence in which guesses count as known; what follows a wrong one does not matter
@@ -97,6 +98,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens that may still be sampled."""
         return self.params.max_tokens - self.output_len
+
+    @property
+    def unscored(self) -> bool:
+        """Whether tokens of the prompt are still to be scored: then all of it is computed here."""
+        return self.params.prompt_logprobs is not None and self.scored < self.prompt_len - 1
 
     def words(self, eos: frozenset[int]) -> Words | None:
         """The tokens that may be sampled next; None for all, NOTHING for none. An early end is not among them, unless nothing else is."""

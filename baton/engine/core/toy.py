@@ -6,6 +6,7 @@ token, and a wrong block is visible in the text. The vocabulary is 257, a prime:
 """
 
 import json
+import math
 import os
 import signal
 import time
@@ -18,7 +19,7 @@ import numpy as np
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.masks import Matcher, Words, allowed_ids
 from baton.engine.core.protocol import Chunk, NothingAllowed, Tokens, accepted
-from baton.engine.core.sampling import Sampled, SamplingParams, noise_key
+from baton.engine.core.sampling import Sampled, SamplingParams, Scored, noise_key
 from baton.engine.core.sequence import Sequence
 
 ARCHITECTURE = "BatonToyForCausalLM"
@@ -63,7 +64,16 @@ class ToyRunner:
         blocks = np.asarray(seq.blocks)
         values = (np.asarray(chunk.tokens) + 1) * (positions + 1)
         self._kv[blocks[positions // size], :, positions % size, :] = values[:, None, None]
-        return accepted(chunk.drafts, [self._sample(blocks, row) for row in chunk.rows])
+        scored = [self._score(blocks, seq, seq.computed + i) for i in range(chunk.scored)]
+        return (*scored, *accepted(chunk.drafts, [self._sample(blocks, row) for row in chunk.rows]))
+
+    def _score(self, blocks: "np.ndarray[Any, Any]", seq: Sequence, position: int) -> Scored:
+        """The toy is sure of the token that it would sample if it were greedy."""
+        token = seq.tokens[position + 1]
+        greedy = SamplingParams(max_tokens=1, temperature=0.0)
+        expected = self._sample(blocks, Sequence(seq.id, seq.tokens[: position + 1], seq.prompt_len, greedy, seq.root)).token
+        best = ((expected, 0.0),) if seq.params.prompt_logprobs else ()
+        return Scored(token, 0.0, best, 1) if token == expected else Scored(token, -math.inf, best, 2)
 
     def _sample(self, blocks: "np.ndarray[Any, Any]", seq: Sequence) -> Sampled:
         """The token that follows those of `seq`."""

@@ -100,6 +100,7 @@ class OverlapEngine(Engine):
 
     runner: OverlapRunner
     scheduler: LateScheduler
+    scores = False
 
     def __init__(
         self, runner: OverlapRunner, limits: Limits, max_len: int, prefix_caching: bool = True, drafter: Drafter | None = None

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from baton.engine.core.masks import NOTHING, Words, allows, stacked
 from baton.engine.core.protocol import NonFiniteLogits, NothingAllowed
-from baton.engine.core.sampling import GOLDEN, GREEDY_BELOW, MIXERS, PROCESSED, Sampled, SamplingParams, noise_key
+from baton.engine.core.sampling import GOLDEN, GREEDY_BELOW, MIXERS, PROCESSED, Sampled, SamplingParams, Scored, noise_key
 from baton.engine.core.sequence import Sequence
 
 SELECTED = 256  # top-p is searched for among this many of the best; rows that need more search among more
@@ -302,6 +302,16 @@ def _answers(logits: Tensor, scores: Tensor, seqs: Seq[Sequence], tokens: list[i
     for i, row in zip(asked, logprobs, strict=True):
         answers[i] = Sampled(tokens[i], float(row[tokens[i]]), _best(row, seqs[i].params.logprobs or 0))
     return answers
+
+
+@torch.inference_mode()
+def score(logits: Tensor, tokens: Seq[int], count: int) -> list[Scored]:
+    """What the logits `[R, V]` before each of `tokens` said of it, and of the `count` best. They may be changed."""
+    logprobs = logits.log_softmax(dim=-1)
+    said = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
+    ranks = (logprobs > said).sum(dim=-1).tolist()
+    found = zip(tokens, said[:, 0].tolist(), ranks, logprobs, strict=True)
+    return [Scored(token, logprob, _best(row, count), above + 1) for token, logprob, above, row in found]
 
 
 def _processed(scores: Tensor, seq: Sequence, form: Words | None) -> Tensor:

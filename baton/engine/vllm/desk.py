@@ -270,6 +270,8 @@ class Desk:
         check(seq, self.bounds.vocab_size, self.bounds.max_len)
         if seq.params.logprobs is not None and seq.params.logprobs_mode != RAW:
             raise Malformed(f"logprobs_mode: this engine, vLLM, tells {RAW} only")
+        if seq.params.prompt_logprobs is not None:
+            raise Malformed("prompt_logprobs: this engine, vLLM, cannot tell them here")
         if staged and self._blocks_for(len(seq.tokens)) > self.staged.num_blocks:
             raise TooLong(f"{len(seq.tokens)} tokens; the staging memory holds {self.staged.num_blocks * self._size} (engine.staging_mib)")
         if len(self.waiting) >= self.bounds.max_queue:

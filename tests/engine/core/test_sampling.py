@@ -42,14 +42,15 @@ def test_every_engine_parameter_can_be_sent_in_a_job() -> None:
 def test_the_engine_receives_what_the_router_resolved() -> None:
     values: dict[str, Any] = {
         "max_tokens": 7, "min_tokens": 3, "seed": 1 << 63, "logit_bias": {5: 1.5}, "logprobs": 2, "stop_token_ids": frozenset({9, 4}),
-        "ignore_eos": True, "logprobs_mode": "processed_logprobs", "structured": Grammar("regex", "a+", False),
+        "ignore_eos": True, "logprobs_mode": "processed_logprobs", "prompt_logprobs": 3,
+        "structured": Grammar("regex", "a+", False),
         "thinking": ThinkingBudget(3, (Marks("<a>", ("<b>", "c"), (1, 2)), Marks("<d>", ("<e>",), (3,))), True),
     }  # fmt: skip
     numbers: dict[str, Any] = {name: other(name) for name in NUMBERS}
     params = SamplingParams(**values, **numbers)
     assert all(getattr(params, each.name) != each.default for each in fields(SamplingParams) if each.default is not MISSING)
     for sent in (params, SamplingParams(max_tokens=1), replace(params, logprobs=0)):
-        request: Any = SimpleNamespace(id="r", tokens=[1], prompt_len=1, salt="", params=sent)
+        request: Any = SimpleNamespace(id="r", tokens=[1], prompt_len=1, salt="", params=sent, unscored=True)
         assert to_params(to_job(request)) == sent
 
 

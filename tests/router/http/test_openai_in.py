@@ -171,7 +171,7 @@ def test_every_sampling_parameter_arrives() -> None:
         "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": -1,
         "frequency_penalty": 1, "seed": 7, "logit_bias": {"5": -100, "0": 1.5}, "stop": ["a", "b"], "stop_token_ids": [3],
         "max_tokens": 9, "min_tokens": 2,
-        "ignore_eos": True, "logprobs_mode": "processed_logprobs",
+        "ignore_eos": True, "logprobs_mode": "processed_logprobs", "prompt_logprobs": 3,
     }  # fmt: skip
     given |= {name: number.range.high for name, number in NUMBERS.items() if name not in given}
     assert set(given) == set(openai_in.SAMPLING)
@@ -292,7 +292,7 @@ def test_tools_and_formats_are_in_the_tables() -> None:
     """The tests above take their cases from the tables, so they would not notice a missing entry."""
     names = {(api, name) for api, name, _, _ in NEUTRAL}
     assert names >= {("chat", name) for name in ("functions", "function_call", "audio", "modalities")}
-    assert names >= {("completion", name) for name in ("echo", "suffix")}
+    assert names >= {("completion", name) for name in ("suffix", "use_beam_search")}
     assert {name for _, name, _ in WITHOUT_EFFECT} >= {"user", "metadata", "store"}
 
 

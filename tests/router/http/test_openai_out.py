@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from baton.engine.core.sampling import SamplingParams
 from router.http.openai_in import Asked
-from router.http.openai_out import Writer, token_text
+from router.http.openai_out import Writer
+from router.http.prompt_out import token_text
 from router.request import Request, Stopwatch, Token, Trace
 from router.service import Accepted, Finished, Part, Piece
 from router.tokenizer import Tokenizer

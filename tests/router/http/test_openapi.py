@@ -115,7 +115,7 @@ def test_every_accepted_list_of_token_ids_is_valid_by_the_document(fields: dict[
         ("Response", {"input": "x", "background": True}),
         ("Completion", {"prompt": 1}),
         ("Completion", {"prompt": "x", "n": 0}),
-        ("Completion", {"prompt": "x", "echo": True}),
+        ("Completion", {"prompt": "x", "suffix": "x"}),
         ("Completion", {"prompt": "x", "temperature": "1"}),
         ("Generate", {"token_ids": [], "sampling_params": {}}),
         ("Generate", {"token_ids": [1]}),
