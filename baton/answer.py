@@ -24,6 +24,16 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptToken:
+    """What the model says of a token of the prompt. Of the first: nothing."""
+
+    id: int
+    logprob: float | None
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
     completion_tokens: int
@@ -59,6 +69,7 @@ class Result:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     incomplete: bool = False  # the answer ended before the form that was asked for was complete
+    prompt_logprobs: tuple[PromptToken, ...] = ()
     relaxed: tuple[str, ...] = ()  # what of that form is not enforced, because it is not strict
 
 
@@ -93,6 +104,7 @@ class Assembly:
     held_back: str = ""
     thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
+    prompt: list[PromptToken] = field(default_factory=list)
     result: Result | None = None
 
     def take(self, response: pb.GenerateResponse, resumes: int) -> list[Token]:
@@ -100,6 +112,8 @@ class Assembly:
         match response.WhichOneof("event"):
             case "accepted":
                 self.accepted = response.accepted
+            case "prompt_logprobs":
+                self._note_prompt(response.prompt_logprobs)
             case "tokens":
                 tokens = [_to_token(token) for token in response.tokens.tokens]
                 if resumes and tokens and tokens[0].index != len(self.token_ids):
@@ -126,6 +140,13 @@ class Assembly:
                 call = self.calls[part.index]
                 self.calls[part.index] = replace(call, arguments=call.arguments + part.arguments)
 
+    def _note_prompt(self, told: pb.PromptLogprobs) -> None:
+        """A stream that broke before the first token tells them again."""
+        for token in told.tokens:
+            del self.prompt[token.index :]
+            top = tuple((best.id, best.logprob) for best in token.top)
+            self.prompt.append(PromptToken(token.id, token.logprob if token.HasField("logprob") else None, token.rank, top))
+
     def to_continue(self, request: pb.GenerateRequest) -> pb.GenerateRequest:
         """What asks a router for the rest of the answer to `request`."""
         if not self.accepted.resume:
@@ -143,6 +164,7 @@ class Assembly:
             request_id=finished.request_id,
             text="".join(self.texts) + finished.text,
             token_ids=tuple(self.token_ids),
+            prompt_logprobs=tuple(self.prompt),
             finish_reason=_FINISH.get(finished.reason, "unknown"),
             stop=getattr(finished, stopped_by) if stopped_by else None,
             usage=Usage(*(getattr(finished.usage, one.name) for one in fields(Usage))),

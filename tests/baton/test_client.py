@@ -364,6 +364,7 @@ def test_every_sampling_field_is_accepted_and_no_other() -> None:
         "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "top_a": 0.1, "repetition_penalty": 1.5, "presence_penalty": 0.5,
         "frequency_penalty": 0.5, "seed": 7, "logit_bias": {3: 1.5}, "logprobs": 2, "stop_token_ids": [4], "stop": ["x"],
         "max_tokens": 5, "min_tokens": 1, "ignore_eos": True, "structured": {"kind": "regex", "text": "a+"},
+        "logprobs_mode": "processed_logprobs", "prompt_logprobs": 1,
     }  # fmt: skip
     assert set(given) == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
     assert build_request("x", **given).sampling == pb.SamplingParams(**{**given, "structured": pb.Structured(kind="regex", text="a+")})

@@ -99,6 +99,20 @@ async def test_short_prompts_skip_the_handoff(live: Cluster) -> None:
     assert result.workers["prefill"] == "" and result.handoff["blocks"] == 0
 
 
+async def test_a_long_prompt_is_scored_by_the_worker_that_decodes_and_none_of_its_cache_is_used(live: Cluster) -> None:
+    prompt = [5 + i % 200 for i in range(300)]
+    async with live.client() as client:
+        plain = await ask(client, prompt)
+        told = await ask(client, prompt, prompt_logprobs=1)
+    assert plain.prompt_logprobs == () and plain.workers["prefill"]
+    assert (
+        told.token_ids == plain.token_ids == tuple(toy_output(prompt)) and told.workers["prefill"] == "" and told.usage.cached_tokens == 0
+    )
+    first, *others = told.prompt_logprobs
+    assert [token.id for token in told.prompt_logprobs] == prompt and (first.logprob, first.rank) == (None, 0)
+    assert all((token.logprob == 0.0) == (token.rank == 1) == (token.top[0][0] == token.id) for token in others)
+
+
 async def test_the_stage_times_add_up_to_the_request_time(live: Cluster) -> None:
     """The stage times that the client receives add up to the time that the router measured for the same request.
 
