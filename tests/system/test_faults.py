@@ -3,7 +3,6 @@ none missing and none repeated, or a clear error. Nothing is left behind. With t
 """
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 from faulty_cluster import GREEDY, PROMPT, SHARED, ask, disturbed, expected, faulty
 from live_cluster import Cluster, cluster, killer, toy
 
@@ -27,6 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return toy(tmp_path_factory.mktemp("models") / "toy", step_delay_ms=5)
 
 
+PAUSE_S = 0.1  # of a client between two requests: requests are on their way all the time, and no core is kept busy
 # A worker that a test suspends is not replaced: these tests are about those that wait for it.
 FOR_ALL = (*SHARED, "--launcher.hang-s", "120")
 
@@ -222,46 +221,6 @@ async def test_killing_the_router_frees_what_its_requests_held(four: Cluster) ->
             assert list((await ask(client, prompt)).token_ids) == expected(prompt)
 
 
-@pytest.mark.parametrize("trouble", ["flush", "hang", "kill"])
-async def test_registry_trouble_fails_no_request(four: Cluster, trouble: str) -> None:
-    with disturbed(four):
-        async with four.client() as client:
-            done = 0
-
-            async def load(seed: int, until: asyncio.Event) -> None:
-                nonlocal done
-                rng = random.Random(seed)
-                while not until.is_set():
-                    prompt = [rng.randrange(256) for _ in range(100)]
-                    assert list((await ask(client, prompt)).token_ids) == expected(prompt)
-                    done += 1
-
-            until = asyncio.Event()
-            async with asyncio.TaskGroup() as group:
-                for seed in range(3):
-                    group.create_task(load(seed, until))
-                await asyncio.sleep(0.5)
-                before = done
-                await asyncio.to_thread(_trouble, four, trouble)
-                await asyncio.sleep(3.0)
-                until.set()
-            assert done > before + 5
-        await asyncio.to_thread(four.wait, lambda: len(four.workers()) == 4 and four.status()["router"]["registry"] == "reachable")
-        await four.quiet()
-
-
-def _trouble(live: Cluster, kind: str) -> None:
-    state = json.loads((live.logs.parent / f"{live.name}.json").read_text())
-    with redis.Redis.from_url(state["redis_url"]) as client:
-        match kind:
-            case "flush":
-                client.flushall()
-            case "hang":
-                client.client_pause(2500)
-            case "kill":
-                os.kill(client.info()["process_id"], signal.SIGKILL)
-
-
 async def test_a_rolling_restart_under_load_loses_no_request(four: Cluster) -> None:
     with disturbed(four):
         lost: list[BaseException] = []
@@ -276,6 +235,7 @@ async def test_a_rolling_restart_under_load_loses_no_request(four: Cluster) -> N
                 try:
                     assert list((await ask(client, prompt)).token_ids) == expected(prompt)
                     served += 1
+                    await asyncio.sleep(PAUSE_S)
                 except (GenerateError, AssertionError) as error:
                     lost.append(error)
 

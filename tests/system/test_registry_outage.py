@@ -21,6 +21,7 @@ CLIENTS = 4
 RECORDS = ("--redis.record-ttl-s", "2", "--redis.heartbeat-s", "0.5")
 OUTAGE_S = float(os.environ.get("BATON_TEST_OUTAGE_S", "7"))
 AFTER_S = 4.0
+PAUSE_S = 0.25  # of a client between two requests: many a moment is tried without keeping a core busy
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,7 @@ class Load:
             assert list(result.token_ids) == toy_output(prompt, max_tokens=length)
             self.served += 1
             self.retries += result.workers["retries"]
+            await asyncio.sleep(PAUSE_S)
 
 
 async def ask(client: AsyncClient, prompt: list[int], max_tokens: int) -> Result:

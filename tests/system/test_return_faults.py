@@ -31,7 +31,7 @@ def talking(model: Path, failpoints: str = "", *flags: str, decode: int = 1) -> 
     """A cluster that fetches whatever it can. Live transfer is off, so only complete handles are read: the first turn has one read, on the
     decode worker, and the second turn begins with the fetch."""
     fetching = ("--router.fetch-tokens", "16", "--router.bypass-tokens", "0", "--kv.live", "false")
-    sharing = ("--launcher.restart-backoff-s", "2", "--launcher.restart-backoff-max-s", "2", "--router.outlier-share", "0")
+    sharing = ("--launcher.restart-backoff-s", "0.5", "--launcher.restart-backoff-max-s", "0.5", "--router.outlier-share", "0")
     with faulty(model, failpoints, *fetching, *sharing, *flags, prefill=1, decode=decode) as live:
         yield live
 
