@@ -14,6 +14,7 @@ from baton.engine.core.grammar import GrammarRefused, GrammarsBusy
 from baton.engine.core.sequence import Sequence
 
 T = TypeVar("T")
+LONG_PROMPT = 4096  # tokens; what is computed from every token of a longer prompt is not computed in the engine's thread
 
 
 def facts(engine: Engine) -> Facts:
@@ -89,11 +90,11 @@ class Commands:
         )
 
     async def add(self, seq: Sequence) -> None:
-        await prepare(self._grammars, seq)
+        await self._prepare(seq)
         await self.call(lambda engine: engine.add(seq))
 
     async def reserve(self, seq: Sequence) -> bool:
-        await prepare(self._grammars, seq)
+        await self._prepare(seq)
         return await self.call(lambda engine: engine.reserve(seq))
 
     async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None) -> None:
@@ -135,6 +136,12 @@ class Commands:
 
     async def snapshot(self) -> tuple[int, list[bytes]]:
         return await self.call(lambda engine: (self._cache_sequence, engine.pool.sealed_keys()))
+
+    async def _prepare(self, seq: Sequence) -> None:
+        """What needs no engine: all its sequences would wait for it. Raises Malformed or QueueFull."""
+        await prepare(self._grammars, seq)
+        if LONG_PROMPT < len(seq.tokens) <= self._engine.max_len:
+            await asyncio.to_thread(self._engine.scheduler.extend_keys, seq)
 
     def _execute(self) -> None:
         """Runs the oldest command."""

@@ -151,11 +151,16 @@ class Scheduler:
         """Notes that `seq` now holds the KV of `computed` positions, and seals the blocks that are full."""
         seq.computed = computed
         seq.reached = max(seq.reached, computed)
-        self._extend_keys(seq)
+        self.extend_keys(seq)
         full = computed // self.block_size
         while seq.sealed < full:
             self.pool.seal(seq.blocks[seq.sealed], seq.keys[seq.sealed], self._content(seq) if self.pool.describes else None)
             seq.sealed += 1
+
+    def extend_keys(self, seq: Sequence) -> None:
+        """Of the blocks that its tokens fill. It depends on nothing but the sequence, so another thread may call it before the sequence is
+        here."""
+        extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, seq.prompt_len if self._separates_output else None)
 
     def growth(self, seqs: Iterable[Sequence]) -> int:
         """Blocks that these sequences will ask for beyond those they own, if each runs to its last token."""
@@ -184,7 +189,7 @@ class Scheduler:
         """Gives a waiting sequence its blocks if it fits: cached blocks for its known prefix, and fresh ones for the rest."""
         if not self._is_next(seq):
             return False
-        self._extend_keys(seq)
+        self.extend_keys(seq)
         # The last known token is always computed here: sampling needs its logits.
         keys = seq.keys[: 0 if seq.unscored else (len(seq.tokens) - 1) // self.block_size]
         known, idle = self.pool.matched(keys)
@@ -250,9 +255,6 @@ class Scheduler:
         """Of the next block that is sealed."""
         start = seq.sealed * self.block_size
         return Content(seq.keys[seq.sealed - 1] if seq.sealed else None, tuple(seq.tokens[start : start + self.block_size]))
-
-    def _extend_keys(self, seq: Sequence) -> None:
-        extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, seq.prompt_len if self._separates_output else None)
 
     def _final_blocks(self, seq: Sequence) -> int:
         """The most blocks that `seq` will own on this worker. A sequence that will be held stops at its first token."""

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from baton.engine.core.block_key import MAX_EVENT_KEYS, root_key
+from baton.engine.core import commands as commands_module
+from baton.engine.core import scheduler
+from baton.engine.core.block_key import MAX_EVENT_KEYS, extend_keys, root_key
 from baton.engine.core.blocks import CacheChange
 from baton.engine.core.commands import facts
 from baton.engine.core.contract import CacheEvent, EngineStopped, Listener, cache_events
@@ -185,6 +187,33 @@ async def test_each_step_that_computed_something_is_reported_in_the_engine_threa
     assert sum(sequences for _, _, sequences in batches) == counts.chunks
     assert all(seconds > 0 and tokens >= sequences > 0 for seconds, tokens, sequences in batches)
     assert threads == runner.threads
+
+
+@pytest.mark.parametrize("way", ["add", "reserve"])
+async def test_the_keys_of_a_long_prompt_are_not_computed_in_the_engines_thread(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5,000 keys would take 5 ms and more between two steps of everybody else. Control: a short prompt is not worth another thread."""
+    hashed: list[tuple[int, int]] = []  # thread, keys
+
+    def extend(keys: list[bytes], *more: Any) -> None:
+        known = len(keys)
+        extend_keys(keys, *more)
+        if len(keys) > known:
+            hashed.append((threading.get_ident(), len(keys) - known))
+
+    monkeypatch.setattr(commands_module, "LONG_PROMPT", 64)
+    monkeypatch.setattr(scheduler, "extend_keys", extend)
+    async with running() as r:
+        engine_thread = await r.loop.call(lambda _: threading.get_ident())
+        for length in (64, 80):
+            await getattr(r.loop, way)(make_seq(f"s{length}", [length] * length, max_tokens=1))
+        assert [(thread == engine_thread, count) for thread, count in hashed] == [(True, 64 // BLOCK), (False, 80 // BLOCK)]
+        with pytest.raises(TooLong):
+            await getattr(r.loop, way)(make_seq("long", [1] * 2000))
+        assert len(hashed) == 2, "a prompt that is refused costs nothing"
+        if way == "add":
+            await until(lambda: len(r.reported.tokens("s80")) == 1)
+        for name in ("s64", "s80"):
+            await r.loop.abort(name, [])
 
 
 async def test_commands_run_in_the_order_they_were_given() -> None:
