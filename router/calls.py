@@ -25,26 +25,24 @@ _FINISH: dict[int, FinishReason | None] = {
 Message = worker_pb2.DecodeEvent | BatonError  # of a decode call; its tokens wait as bytes (`router.inbox`)
 
 
-def to_job(request: Request, span: Span = NO_SPAN) -> worker_pb2.Job:
+def to_job(request: Request, span: Span = NO_SPAN, job: worker_pb2.Job | None = None) -> worker_pb2.Job:
+    """`job`: an empty one that is a part of a message: to copy one with a long prompt into its place takes long."""
     told = {name: getattr(request.params, name) for name in FIELDS}
     told["prompt_logprobs"] = request.params.prompt_logprobs if request.unscored else None
     told["structured"] = request.params.structured and request.params.structured.told()
     told["stop_token_ids"] = sorted(request.params.stop_token_ids)  # the same bytes for the same request
-    sampling = generation_pb2.SamplingParams(**told)
-    return worker_pb2.Job(
-        request_id=request.id,
-        token_ids=request.tokens,
-        prompt_tokens=request.prompt_len,
-        sampling=sampling,
-        cache_salt=request.salt,
-        traceparent=span.traceparent,
-        tracestate=span.tracestate,
-        thinking=_to_budget(request.params.thinking),
-    )
+    job = worker_pb2.Job() if job is None else job
+    job.request_id, job.prompt_tokens, job.cache_salt = request.id, request.prompt_len, request.salt
+    job.token_ids.extend(request.tokens)
+    job.sampling.CopyFrom(generation_pb2.SamplingParams(**told))
+    job.traceparent, job.tracestate = span.traceparent, span.tracestate
+    if request.params.thinking is not None:
+        job.thinking.CopyFrom(_to_budget(request.params.thinking))
+    return job
 
 
-def _to_budget(budget: ThinkingBudget | None) -> worker_pb2.ThinkingBudget | None:
-    return None if budget is None else worker_pb2.ThinkingBudget(**asdict(budget))
+def _to_budget(budget: ThinkingBudget) -> worker_pb2.ThinkingBudget:
+    return worker_pb2.ThinkingBudget(**asdict(budget))
 
 
 def to_addressee(worker: WorkerRecord) -> worker_pb2.Addressee:

@@ -84,11 +84,13 @@ class GrpcWorkers:
         session = self._session(worker, "prefill")
         come: asyncio.Queue[pb.PrefillEvent | BatonError] = asyncio.Queue()  # a call has few events
         with request.trace.span.child(semconv.PREFILL, "client", {semconv.WORKER: worker.name}) as span:
-            start = pb.PrefillStart(job=to_job(request, span), to=to_addressee(worker), timeout_ms=to_ms(timeout_s))
+            command = pb.PrefillCommand(start=pb.PrefillStart(to=to_addressee(worker), timeout_ms=to_ms(timeout_s)))
+            start = command.start
+            to_job(request, span, start.job)
             start.asker, start.uncached_tokens = self._asker, uncached_tokens
             if source is not None:
                 start.source.CopyFrom(to_source(source))
-            with session.start(start, len(request.tokens), timeout_s, lambda _, event: come.put_nowait(event)):
+            with session.start(command, len(request.tokens), timeout_s, lambda _, event: come.put_nowait(event)):
                 while not isinstance(event := to_prefill_event(await come.get()), FirstToken):
                     yield event
         yield event  # after its span: a caller that has the token need not read to the end of the stream
@@ -108,11 +110,12 @@ class GrpcWorkers:
         """
         session, ended = self._session(worker, "decode"), None
         span = request.trace.span.child(semconv.DECODE, "client", {semconv.WORKER: worker.name})
-        start = pb.DecodeStart(job=to_job(request, span), handle=handle, to=to_addressee(worker), timeout_ms=to_ms(timeout_s))
-        start.live = first is not None
+        start = pb.DecodeStart(handle=handle, to=to_addressee(worker), timeout_ms=to_ms(timeout_s), live=first is not None)
+        command = pb.DecodeCommand(start=start)
+        to_job(request, span, command.start.job)
         inbox: Inbox[Message] = Inbox(self._streams.interval_s, request.backlog)
         put = self._putting(inbox, request.backlog)
-        with span, self._open(inbox), session.start(start, len(request.tokens), timeout_s, put) as call:
+        with span, self._open(inbox), session.start(command, len(request.tokens), timeout_s, put) as call:
             if first is not None:
                 first.add_done_callback(partial(_tell_first, call))
             while ended is None:

@@ -46,6 +46,7 @@ RECOVER_POLL_S = 0.05
 LEASE_STANDS = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING, Reason.SATURATED})
 CHOSEN_A_TURN = 8192  # keys of the prompts for which workers are chosen; a worker that is judged costs as much as KEYS_A_WORKER
 KEYS_A_WORKER = 8
+LONG_PROMPT = 4096  # tokens
 CONFIRM_S = 1.0  # for a worker whose connection was lost to answer; a process that is gone refuses at once
 
 
@@ -153,6 +154,7 @@ class Dispatcher:
             uncached = len(request.tokens) - choice.overlap_blocks * worker.block_size
             members.start_prefill(work, worker.name, uncached)
             self._model.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
+            await self._turn_to_send(request)
             began = self._clock()
             first = await self._first_token(request, choice, uncached, failed, lease)
             self.conduct.prefilled(worker, request, first, self._clock() - began)
@@ -234,6 +236,8 @@ class Dispatcher:
         trace.watch.at(worker.name)
         stride = Stride()
         try:
+            if started.live is None:
+                await self._turn_to_send(request)
             async with aclosing(self._events(request, started, handle)) as events:
                 async for event in events:
                     if isinstance(event, Ended):
@@ -337,6 +341,11 @@ class Dispatcher:
         served = self._model.served
         keys = len(request.tokens) // served.block_size if served else 0
         await self._turns.enter(keys + KEYS_A_WORKER * len(self._model.decode_workers()))
+
+    async def _turn_to_send(self, request: Request) -> None:
+        """To put a long prompt into a message takes as long as to choose a worker for it: they share no turn."""
+        if len(request.tokens) > LONG_PROMPT:
+            await self._turn(request)
 
     def _no_room(self, request: Request) -> BatonError:
         if self._clock() >= request.deadline:

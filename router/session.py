@@ -37,21 +37,26 @@ class Session(Generic[E]):
         self._writer = asyncio.create_task(self._write())
         self._reader = asyncio.create_task(self._read())
 
-    def start(self, start: Any, tokens: int, timeout_s: float, put: "Put[E]") -> "Call[E]":
-        """Begins a call, which lasts for the `with` block of what is returned. `tokens`: how many `start` carries. `put` gets the events of
-        the call in order, and the error that ends it early: a loss, or DEADLINE after `timeout_s`. Raises BatonError(WORKER_LOST)."""
+    def start(self, command: Any, tokens: int, timeout_s: float, put: "Put[E]") -> "Call[E]":
+        """Begins a call, which lasts for the `with` block of what is returned. `command`: with its `start`, which carries so many `tokens`.
+        `put` gets the events of the call in order, and the error that ends it early: a loss, or DEADLINE after `timeout_s`. Raises
+        BatonError(WORKER_LOST)."""
         if self.lost:
             raise BatonError(Reason.WORKER_LOST, f"{self._worker} is gone")
         call = Call(self, next(self._numbers), tokens, timeout_s, put)
         self._calls[call.number] = call
-        self.tell(call, start=start)
+        command.call_id = call.number
+        self._send(call, command)
         return call
 
     def tell(self, call: "Call[E]", **command: Any) -> None:
         """Sends a command, if the call has not ended and the worker is not lost."""
         if call.number in self._calls and not self.lost:
-            self._unsent.setdefault(call.number, []).append(self._command(call_id=call.number, **command))
-            self._filled.set()
+            self._send(call, self._command(call_id=call.number, **command))
+
+    def _send(self, call: "Call[E]", command: Any) -> None:
+        self._unsent.setdefault(call.number, []).append(command)
+        self._filled.set()
 
     def cancel(self, call: "Call[E]") -> None:
         """Ends it on the worker."""

@@ -146,6 +146,26 @@ async def test_choices_of_many_requests_are_spread_over_turns(monkeypatch: pytes
     world.check()
 
 
+async def test_a_long_prompt_is_not_sent_in_the_turn_in_which_its_worker_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a short one is, so that it is not a turn later at its worker."""
+    most = {}
+    for long_prompt in (39, 41):  # of 40 tokens
+        work = TurnWork()
+        monkeypatch.setattr(dispatch, "CHOSEN_A_TURN", 1)
+        monkeypatch.setattr(dispatch, "LONG_PROMPT", long_prompt)
+        world = World("p0 d0")
+        index = world.view.models[MODEL].index
+        monkeypatch.setattr(index, "predict", work.counted(index.predict))
+        for call in ("prefill", "decode"):
+            monkeypatch.setattr(world.workers, call, work.counted(getattr(world.workers, call)))
+        with work.watched():
+            request, seen = await world.serve()
+        assert seen == truth(request)
+        most[long_prompt] = work.most
+        world.check()
+    assert most == {39: 1, 41: 2}
+
+
 async def workers_of(world: World, ids: list[str]) -> list[tuple[str, str]]:
     """Which workers serve requests that come one after the other, to an idle cluster."""
     served = [(await world.serve(world.request([*id_.encode(), *PROMPT], name=id_)))[0].trace for id_ in ids]

@@ -61,7 +61,7 @@ async def session() -> AsyncIterator[tuple[Session[pb.PrefillEvent], Stream]]:
 
 async def call(made: Session[pb.PrefillEvent], tokens: int = 4, timeout_s: float = 60.0) -> pb.PrefillEvent:
     come: asyncio.Queue[pb.PrefillEvent | BatonError] = asyncio.Queue()
-    with made.start(pb.PrefillStart(), tokens, timeout_s, lambda _, event: come.put_nowait(event)):
+    with made.start(pb.PrefillCommand(start=pb.PrefillStart()), tokens, timeout_s, lambda _, event: come.put_nowait(event)):
         event = await come.get()
         if isinstance(event, BatonError):
             raise event
