@@ -1,16 +1,23 @@
 """The stream of each role: a router that stops reading or sends invalid commands does not harm others, and calls end where they began."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
-from handoff_pair import PROMPT, Pair, expected, pair
+from handoff_pair import CONFIG, PROMPT, Pair, expected, pair
+from turns import watched
 
 from baton.cluster.errors import BatonError, Reason, Violation
 from baton.cluster.rpc import from_status
+from baton.engine.core import scheduler
+from baton.engine.core.block_key import extend_keys
 from baton.engine.core.engine import Engine
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.toy import ToyRunner
 from baton.v1 import generation_pb2
 from baton.v1 import worker_pb2 as pb
 from baton.worker import session
@@ -287,4 +294,35 @@ async def test_a_call_for_another_worker_is_refused_and_names_the_field(role: st
         (error,) = errors(await read(p, role, start(role, 1, [1, 2, 3], to=to))).values()
         assert (error.reason, error.metadata) == (Reason.WRONG_WORKER, {"field": field})
         assert engine_of(p, role).counts.computed_tokens == 0
+        await p.settled()
+
+
+LONG = [17 * i % 255 for i in range(79_000)]  # 220 KB of text
+
+
+def roomy() -> Engine:
+    """An engine for one long prompt, in steps as a prefill worker computes them."""
+    runner = ToyRunner({**CONFIG, "max_position_embeddings": 1 << 17}, "toy", 16)
+    runner.attach(KvPool(runner.layout, len(LONG) // 16 + 16))
+    return Engine(runner, Limits(8, 16_384), len(LONG) + 100)
+
+
+async def test_a_long_prompt_holds_nobody_up_at_either_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No turn of a loop takes long, and neither a loop nor an engine's thread hashes the blocks."""
+    hashed: set[str] = set()
+
+    def extend(keys: list[bytes], *more: Any) -> None:
+        known = len(keys)
+        extend_keys(keys, *more)
+        if len(keys) > known + 1:
+            hashed.add(threading.current_thread().name)
+
+    monkeypatch.setattr(scheduler, "extend_keys", extend)
+    async with pair(engines=(roomy(), roomy())) as p:
+        with watched() as turns:
+            *_, done = await read(p, "prefill", start("prefill", 1, LONG))
+            events = await read(p, "decode", start("decode", 1, [*LONG, done.done.token.id], handle=done.done.handle))
+        turns.check(0.020)
+        assert events[0].WhichOneof("event") == "adopted" and events[-1].finished.handoff.recomputed_tokens == 0
+        assert hashed and not hashed & {"engine", threading.main_thread().name}
         await p.settled()
