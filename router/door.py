@@ -6,7 +6,7 @@ from itertools import islice
 
 from baton.cluster.errors import invalid
 from baton.cluster.keys import ApiKeys
-from baton.cluster.rpc import Answering, Context, all_metadata_of, metadata_of
+from baton.cluster.rpc import Answering, Context, first_of, metadata_of
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import FIELDS
 from baton.v1 import generation_pb2 as pb
@@ -30,8 +30,10 @@ class GenerationDoor(generation_pb2_grpc.GenerationServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         async with Answering(context):
-            tenant = self._keys.tenant(metadata_of(context, "authorization"))
-            parent, state = metadata_of(context, "traceparent") or "", ",".join(all_metadata_of(context, "tracestate"))
+            metadata = metadata_of(context)
+            tenant = self._keys.tenant(first_of(metadata, "authorization"))
+            parent = first_of(metadata, "traceparent") or ""
+            state = ",".join(value for key, value in metadata if key == "tracestate")
             ask = to_ask(request, parent, tenant, self._service.max_model_len, state)
             async with aclosing(self._service.generate(ask, context.time_remaining())) as events, self._budget.ending():
                 async for event in events:
@@ -43,21 +45,21 @@ class GenerationDoor(generation_pb2_grpc.GenerationServicer):
 
     async def Tokenize(self, request: pb.GenerateRequest, context: Context) -> pb.TokenizeResponse:
         async with Answering(context):
-            tenant = self._keys.tenant(metadata_of(context, "authorization"))
+            tenant = self._keys.tenant(first_of(metadata_of(context), "authorization"))
             ids = await self._service.tokenize(to_ask(request, tenant=tenant, context=self._service.max_model_len))
             return pb.TokenizeResponse(token_ids=pb.TokenIds(ids=ids))
         raise AssertionError("answered with an error")
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         async with Answering(context):
-            tenant = self._keys.tenant(metadata_of(context, "authorization"))
+            tenant = self._keys.tenant(first_of(metadata_of(context), "authorization"))
             ids = _ids(request.token_ids, self._service.max_model_len)
             return pb.DetokenizeResponse(text=await self._service.detokenize(Ask(model=request.model, token_ids=ids, tenant=tenant)))
         raise AssertionError("answered with an error")
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         async with Answering(context):
-            self._keys.tenant(metadata_of(context, "authorization"))
+            self._keys.tenant(first_of(metadata_of(context), "authorization"))
             return pb.ListModelsResponse(models=[pb.Model(name=self._service.model_name, max_model_len=self._service.max_model_len)])
         raise AssertionError("answered with an error")
 
@@ -142,11 +144,11 @@ def _thought(deltas: Sequence[Delta]) -> str:
 
 
 _REPEATED = {"logit_bias", "stop_token_ids", "stop", "structured"}  # and what is a message
-_OPTIONAL = [name for name in pb.SamplingParams.DESCRIPTOR.fields_by_name if name not in _REPEATED]
+_HANDOFF = [fact.name for fact in pb.Handoff.DESCRIPTOR.fields]
 
 
 def _to_sampling(sampling: pb.SamplingParams) -> AskSampling:
-    given = {name: getattr(sampling, name) for name in _OPTIONAL if sampling.HasField(name)}
+    given = {field.name: value for field, value in sampling.ListFields() if field.name not in _REPEATED}
     return AskSampling(
         logit_bias=dict(islice(sampling.logit_bias.items(), _LIMITS.max_logit_bias + 1)),
         stop_token_ids=tuple(sampling.stop_token_ids[: _LIMITS.max_stop_token_ids + 1]),
@@ -219,7 +221,7 @@ def _to_finished(event: Finished) -> pb.Finished:
         ),
         stages=_to_stages(trace),
         workers=pb.Workers(prefill=trace.prefill_worker, decode=trace.decode_worker, retries=trace.retries),
-        handoff=pb.Handoff(**{fact.name: getattr(trace.handoff, fact.name) for fact in pb.Handoff.DESCRIPTOR.fields}),
+        handoff=pb.Handoff(**{name: getattr(trace.handoff, name) for name in _HANDOFF}),
     )
     if event.stop is not None:
         message.stop = event.stop

@@ -15,6 +15,7 @@ import hmac
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Self
 
@@ -89,6 +90,7 @@ class Receipt:
             raise invalid(FIELD, "belongs to another prompt: this one has other token ids than the one that the stream began with")
 
 
+@lru_cache(maxsize=1024)  # of fingerprints and tenants: each request asks for the same few
 def _digest(text: str) -> bytes:
     return blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
 

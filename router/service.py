@@ -288,7 +288,7 @@ class GenerateService:
         served = self._served()
         relaxed = await self._check_form(ask, served, deadline)
         prompt = await self._tokenize(ask, deadline)
-        end = self._tokenizer.spelled(prompt[-TAIL:])
+        end = "" if ask.setting is PLAIN and ask.messages is None else self._tokenizer.spelled(prompt[-TAIL:])
         thinking = self._forms.budget(ask.setting, end, partial(self._tokenizer.encode, add_special_tokens=False))
         if ask.messages is not None:
             ask, more = self._demanded(ask, end)

@@ -9,7 +9,7 @@ from pathlib import Path
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.config_layers import load
 from baton.cluster.guard import check_doors
-from baton.cluster.lifecycle import CANNOT, LastResort, Process, Stop, run
+from baton.cluster.lifecycle import CANNOT, LastResort, Process, Stop, run, settle
 from baton.cluster.logs import setup_logging
 
 
@@ -47,4 +47,4 @@ def main(role: str, process: Callable[[Config, Stop], Process]) -> None:
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(CANNOT)
-    sys.exit(asyncio.run(run(made, stop, LastResort())))
+    sys.exit(asyncio.run(run(made, stop, LastResort(), settle)))

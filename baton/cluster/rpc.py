@@ -119,16 +119,22 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._stall_s = stall_s
         self._check = check
         self._admit = admit
+        self._handled: dict[Any, Any] = {}  # a method's handler → ours: a server has a few, and each call asks
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(details)
         if self._admit is not None:
             try:
-                self._admit(metadata_of(details, "authorization"))
+                self._admit(first_of(metadata_of(details), "authorization"))
             except BatonError as refusal:
                 return _refusing(refusal)
         if handler is None or handler.request_streaming:
             return handler
+        if handler not in self._handled:
+            self._handled[handler] = self._handle(handler)
+        return self._handled[handler]
+
+    def _handle(self, handler: Any) -> Any:
         if inspect.isasyncgenfunction(handler.unary_stream):
             stream = self._stream(handler.unary_stream)
             return grpc.unary_stream_rpc_method_handler(stream, _read_with(handler, self._check), handler.response_serializer)
@@ -154,14 +160,14 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return stream
 
 
-def metadata_of(call: Any, name: str) -> str | None:
-    """The first value. `call`: a context, or the details of a call."""
-    return next(iter(all_metadata_of(call, name)), None)
-
-
-def all_metadata_of(call: Any, name: str) -> list[str]:
+def metadata_of(call: Any) -> list[tuple[str, str]]:
+    """`call`: a context, or the details of a call. gRPC makes the list anew each time it is asked."""
     found = call.invocation_metadata() if callable(call.invocation_metadata) else call.invocation_metadata
-    return [str(value) for key, value in found or () if key == name]
+    return [(key, str(value)) for key, value in found or ()]
+
+
+def first_of(metadata: Iterable[tuple[str, str]], name: str) -> str | None:
+    return next((value for key, value in metadata if key == name), None)
 
 
 def _refusing(refusal: BatonError) -> Any:

@@ -1,12 +1,13 @@
 """The lifecycle of a process: it starts, drains and closes in order, a second stop request cuts this short, and a failure exits with 1."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from baton.cluster import lifecycle
 from baton.cluster.config import Config, RedisConfig
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.lifecycle import CANNOT, MOVES, Stage, Stop, move, run
+from baton.cluster.lifecycle import CANNOT, MOVES, YOUNG, Stage, Stop, move, run, settle
 from baton.cluster.rpc import Server
 from baton.engine.options import ModelOptions
 from baton.models.make_small import make_toy
@@ -382,3 +383,39 @@ async def test_a_router_starts_without_its_registry_and_leaves_no_task(tmp_path:
     assert not await left()
     with pytest.raises(OSError):
         await asyncio.open_connection(*process.address.rsplit(":", 1))
+
+
+@pytest.fixture
+def collector() -> Iterator[None]:
+    """The garbage collector is left as it was."""
+    gc.unfreeze()  # Python's own few
+    before = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*before)
+
+
+async def test_what_the_start_made_is_not_looked_at_again(collector: None) -> None:
+    frozen: list[int] = []
+    process, stop = Recorded(start=lambda: frozen.append(gc.get_freeze_count())), Stop()
+    running = asyncio.create_task(run(process, stop, settled=settle))
+    await until(lambda: gc.get_freeze_count())
+    stop.ask()
+    assert await ended(running) == 0
+    assert frozen == [0] and gc.get_freeze_count() > 10_000 and gc.get_threshold()[0] == YOUNG
+
+
+async def test_a_generator_that_nobody_closes_is_closed_after_it_settled(collector: None) -> None:
+    closed = asyncio.Event()
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            closed.set()
+
+    settle()
+    assert await anext(numbers()) == 1
+    gc.collect()
+    async with asyncio.timeout(30):
+        await closed.wait()
