@@ -39,6 +39,10 @@ class Drafter:
         """Sequences of which it knows something: at most those that are in the engine."""
         return 0
 
+    def ready(self, seq: Sequence) -> bool:
+        """Whether it would guess what follows the known tokens. If not, a step in flight need not be read before the next one begins."""
+        return True
+
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
         """For each of `asks`, guesses of what follows, or none. Once a step, for all its sequences: a model drafts them together."""
         return [() for _ in asks]
@@ -68,8 +72,11 @@ class Paced(Drafter):
     def remembered(self) -> int:
         return max(len(self._paces), self._drafter.remembered)
 
+    def ready(self, seq: Sequence) -> bool:
+        return self._worth(seq, self._paces.get(seq, Pace())) > 0 and self._drafter.ready(seq)
+
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
-        asked = {i: Ask(ask.seq, most) for i, ask in enumerate(asks) if (most := self._worth(ask))}
+        asked = {i: Ask(ask.seq, most) for i, ask in enumerate(asks) if (most := self._most(ask))}
         drafts = dict(zip(asked, self._drafter.propose([*asked.values()]), strict=True)) if asked else {}
         for i in drafts:
             if drafts[i]:
@@ -87,12 +94,13 @@ class Paced(Drafter):
         self._paces.pop(seq, None)
         self._drafter.forget(seq)
 
-    def _worth(self, ask: Ask) -> int:
-        pace = self._paces.setdefault(ask.seq, Pace())
-        worth = tokens_worth(pace.acceptance, ROW_COST + self._drafter.cost, self._bound)
-        if worth == 0 and len(ask.seq.tokens) - pace.drafted_at < RETRY_TOKENS:
-            return 0
-        return min(ask.most, max(1, worth))
+    def _most(self, ask: Ask) -> int:
+        return min(ask.most, self._worth(ask.seq, self._paces.setdefault(ask.seq, Pace())))
+
+    def _worth(self, seq: Sequence, pace: Pace) -> int:
+        """With one token to try again."""
+        retry = len(seq.tokens) - pace.drafted_at >= RETRY_TOKENS
+        return max(int(retry), tokens_worth(pace.acceptance, ROW_COST + self._drafter.cost, self._bound))
 
 
 def tokens_worth(acceptance: float, cost: float, bound: int) -> int:

@@ -70,6 +70,9 @@ class PromptLookup(Drafter):
     def remembered(self) -> int:
         return len(self._histories)
 
+    def ready(self, seq: Sequence) -> bool:
+        return self._place(seq) != NOWHERE
+
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
         return [self._guess(ask.seq, ask.most) for ask in asks]
 
@@ -78,10 +81,13 @@ class PromptLookup(Drafter):
 
     def _guess(self, seq: Sequence, most: int) -> list[int]:
         """A match that is nearer to the end than `most` tokens is read as a text that goes round."""
-        history = self._histories.setdefault(seq, History())
-        history.take_in(seq.tokens, TAKEN_IN)
-        place = history.match(seq.tokens)
+        place = self._place(seq)
         if place == NOWHERE:
             return []
         period = len(seq.tokens) - place
         return [seq.tokens[place + i % period] for i in range(most)]
+
+    def _place(self, seq: Sequence) -> int:
+        history = self._histories.setdefault(seq, History())
+        history.take_in(seq.tokens, TAKEN_IN)
+        return history.match(seq.tokens)

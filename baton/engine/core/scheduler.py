@@ -240,7 +240,7 @@ class Scheduler:
         asks: dict[int, Ask] = {}
         for i, chunk in enumerate(plan.chunks):
             most = min(budget, chunk.seq.remaining - 1)
-            if chunk.samples and chunk.n == 1 and not chunk.seq.hold and most > 0:
+            if self._guessable(chunk) and most > 0:
                 asks[i] = Ask(chunk.seq, most)
         for i, drafts in zip(asks, drafter.propose([*asks.values()]) if asks else (), strict=True):
             seq, most = asks[i].seq, min(budget, asks[i].most)
@@ -250,6 +250,9 @@ class Scheduler:
             drafts = drafts[: min(most, len(seq.blocks) * self.block_size - seq.computed - 1)]
             plan.chunks[i] = Chunk(seq, 1, tuple(drafts))
             budget -= len(drafts)
+
+    def _guessable(self, chunk: Chunk) -> bool:
+        return chunk.samples and chunk.n == 1 and not chunk.seq.hold
 
     def _content(self, seq: Sequence) -> Content:
         """Of the next block that is sealed."""

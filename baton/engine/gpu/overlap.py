@@ -12,8 +12,9 @@ This has further consequences:
   that filled them has been read: by then all their tokens are known, and their KV is written.
 - **Surplus.** A stop token is seen one step late. The step in flight computes a position for that sequence that is not needed, and the
   result is dropped. Ends that can be foreseen (length, `hold`) make no surplus: they get no `UNKNOWN`, so nothing is pending.
-- **Who guesses, waits.** Guesses follow known tokens. So with somebody who makes them, no sequence gets an `UNKNOWN`: it joins every other
-  step, and sequences that began at different steps fill each other's gaps.
+- **Who is guessed for, waits.** Guesses follow known tokens. So a sequence for which the drafter is ready gets no `UNKNOWN`: it joins every
+  other step, and sequences that began at different steps fill each other's gaps. After a step with guesses it waits in any case: how far
+  it has come is not known. Nobody waits while so many run that a step of all of them gets no guesses.
 - **So does who has a grammar:** the mask of a token depends on the one before it.
 - **No block is released while a step in flight may write to it.** Blocks of a sequence that ends or is aborted are parked until that step
   has been read. The device would keep the order, but a transport that fills a block (`Engine.reserve`) would not.
@@ -85,6 +86,9 @@ class LateScheduler(Scheduler):
         """Whether the decodes of the next step need more blocks than there are, so that it would preempt."""
         return sum(seq.decoding and seq.computed == len(seq.blocks) * self.block_size for seq in self.running) > self.pool.available
 
+    def _guessable(self, chunk: Chunk) -> bool:
+        return super()._guessable(chunk) and chunk.seq.tokens[-1] != UNKNOWN
+
     def free(self, seq: Sequence) -> None:
         if seq.tokens[-1] == UNKNOWN:
             seq.tokens.pop()
@@ -107,7 +111,7 @@ class OverlapEngine(Engine):
     ) -> None:
         super().__init__(runner, limits, max_len, prefix_caching, drafter=drafter)
         self.scheduler = LateScheduler(self.pool, limits, self.block_size, drafter=drafter)
-        self._guesses = drafter is not None
+        self._drafts = drafter is not None
 
     @property
     def idle(self) -> bool:
@@ -159,6 +163,10 @@ class OverlapEngine(Engine):
     def _book(self, chunk: Chunk) -> None:
         seq, samples = chunk.seq, chunk.samples
         seq.computed += chunk.n
-        waits = self._guesses or seq.matcher is not None
+        waits = bool(chunk.drafts) or seq.matcher is not None or self._guesses(seq)
         if samples and not (waits or seq.hold or seq.remaining <= 1 or len(seq.tokens) + 1 >= self.max_len):
             seq.tokens.append(UNKNOWN)
+
+    def _guesses(self, seq: Sequence) -> bool:
+        few = len(self.scheduler.running) < self.scheduler.limits.speculation_batch_tokens
+        return self._drafts and few and self.drafter.ready(seq)

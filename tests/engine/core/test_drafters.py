@@ -30,6 +30,7 @@ from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner
+from baton.engine.gpu.overlap import UNKNOWN
 from baton.engine.grammars.library import Vocabulary, compile_grammar
 from baton.engine.options import Options
 from baton.engine.runner import ModelRunner
@@ -317,6 +318,30 @@ def test_what_comes_after_the_first_wrong_guess_says_nothing() -> None:
         assert len(ask(paced, seq, 20)) == 3
         paced.observe(seq, drafted, 0)
         assert len(ask(paced, seq, 20)) == 2
+
+
+def in_flight(drafter: Drafter | None, count: int = 1, ways: Seq[Any] = ({"temperature": 0.0},), **limits: Any) -> int:
+    """How often a sequence of 60 tokens goes on before its last token is known."""
+    engine, found = make("overlap", drafter, **limits), 0
+    for i in range(count):
+        params = SamplingParams(max_tokens=60, seed=i, ignore_eos=True, **ways[i % len(ways)])
+        engine.add(Sequence(f"s{i}", [i, 2, 3], 3, params, root_key("toy")))
+    while not engine.idle:
+        engine.step()
+        found += sum(seq.tokens[-1] == UNKNOWN for seq in engine.scheduler.running)
+    return found
+
+
+def test_with_a_step_in_flight_only_those_wait_for_whom_there_is_a_guess() -> None:
+    assert in_flight(None) == 59 and in_flight(Always()) == 0
+    assert in_flight(Paced(Always(), 8)) > 40, "all but those in which guesses are tried"
+    assert in_flight(Always(), 4, speculation_batch_tokens=5) == 0
+    assert in_flight(Always(), 4, speculation_batch_tokens=4) == 4 * 59, "too many run"
+    drawn = {"temperature": 1.0}
+    assert in_flight(PromptLookup(), ways=[drawn]) > 50, "the toy draws of 257 tokens: next to nothing stands there before"
+    assert in_flight(PromptLookup()) < 30, "greedy, it goes round"
+    both = in_flight(PromptLookup(), 2, [drawn, {"temperature": 0.0}])
+    assert 50 < both < 59 + 30, "and neither waits for the other"
 
 
 def test_a_large_step_gets_no_guesses_and_none_grows_beyond_the_bound() -> None:

@@ -32,6 +32,10 @@ class Guesser(Drafter):
     def __init__(self, right: float, most: int = 5, seed: int = 0) -> None:
         self._right, self._most, self._rng = right, most, random.Random(seed)
 
+    def ready(self, seq: Sequence) -> bool:
+        """Not always: then a sequence goes on before its last token is known, and nobody may guess for it."""
+        return self._rng.random() < 0.7
+
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
         return [self._guess(ask.seq, ask.most) for ask in asks]
 
