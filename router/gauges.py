@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from baton.clock import loop_time
-from baton.cluster.metrics import EJECTIONS, Book, Key, Number
+from baton.cluster.metric_table import EJECTIONS, Number
+from baton.cluster.metrics import Book, Key
 from baton.cluster.records import WorkerRecord
 from baton.cluster.telemetry import Tracer
 from router.admission import Admission

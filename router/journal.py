@@ -24,7 +24,8 @@ from baton.clock import loop_time
 from baton.cluster import semconv
 from baton.cluster.config_router import SloConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.metrics import Book, Number
+from baton.cluster.metric_table import Number
+from baton.cluster.metrics import Book
 from baton.cluster.telemetry import NO_SPAN, Tracer, Value
 from baton.stages import e2e, tpot, ttft
 from router.curves import Curves, Point

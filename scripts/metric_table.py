@@ -1,10 +1,10 @@
-"""The tables of docs/observability.md: `python scripts/metric_table.py` writes them from `cluster.metrics`, `--check` only compares."""
+"""The tables of docs/observability.md: `python scripts/metric_table.py` writes them from `metric_table`, `--check` only compares."""
 
 from pathlib import Path
 
 from made_page import settle
 
-from baton.cluster.metrics import ALL, OPEN, REASONS, TABLE, Metric
+from baton.cluster.metric_table import ALL, OPEN, REASONS, TABLE, Metric
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "observability.md"
 BEGIN, END = "<!-- metrics: written by scripts/metric_table.py -->", "<!-- end of metrics -->"
@@ -43,7 +43,7 @@ def _values(values: tuple[str, ...]) -> str:
 
 
 def main() -> None:
-    settle(PAGE, page, "cluster/metrics.py")
+    settle(PAGE, page, "cluster/metric_table.py")
 
 
 if __name__ == "__main__":

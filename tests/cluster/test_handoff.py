@@ -6,7 +6,8 @@ import pytest
 
 from baton.cluster.handoff import COUNTED, NAMES, SHOWN, Handoff
 from baton.cluster.messages import plain
-from baton.cluster.metrics import BY_NAME, Book
+from baton.cluster.metric_table import BY_NAME
+from baton.cluster.metrics import Book
 from baton.v1 import generation_pb2, worker_pb2
 from decode_worker.meter import HandoffMeter
 

@@ -14,21 +14,8 @@ import pytest
 import yaml
 from each import for_each
 
-from baton.cluster.metrics import (
-    ALL,
-    BY_NAME,
-    MAX_OPEN,
-    OPEN,
-    OTHER,
-    TABLE,
-    Alias,
-    Book,
-    Family,
-    Histogram,
-    Metric,
-    Role,
-    Series,
-)
+from baton.cluster.metric_table import ALL, BY_NAME, MAX_OPEN, OPEN, OTHER, TABLE, Alias, Metric, Role
+from baton.cluster.metrics import Book, Family, Histogram, Series
 from router import policy
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cluster.metrics import EJECTIONS
+from baton.cluster.metric_table import EJECTIONS
 from baton.cluster.records import RoleName
 from baton.moves import IllegalMove
 from router.outliers import LONGEST, ROW, WINDOW_S, Cause, Ejected, Identity, Outliers, State, Stride, Terms, _Worker

@@ -26,7 +26,7 @@ from live_cluster import ROOT, Cluster, cluster, toy
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.client import AsyncClient, GenerateError
-from baton.cluster.metrics import TABLE, Role
+from baton.cluster.metric_table import TABLE, Role
 from baton.launch.ports import Ports
 
 pytestmark = pytest.mark.system

@@ -1,0 +1,297 @@
+"""Every metric of every process.
+
+These rules hold for the whole table, and a test checks them: base units, counters end in _total, no label names a request, and each label
+has a known set of values. A value outside that set counts as "other".
+
+Aliases are other projects' names for our numbers: those that the Gateway API Inference Extension scrapes, and those that dashboards for
+vLLM show. They have no storage of their own. Each has the labels `model_name` and `engine`, as in vLLM.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from baton.cluster import gpu_watch
+from baton.cluster.errors import Reason
+from baton.cluster.handoff import COUNTED
+from baton.stages import PREFILL_PARTS, STAGES
+
+Kind = Literal["counter", "gauge", "histogram"]
+Role = Literal["router", "prefill", "decode"]
+Labels = Mapping[str, tuple[str, ...]]
+Number = int | float
+
+OTHER = "other"
+OPEN: tuple[str, ...] = ()  # values that are not known in advance: workers, sizes. After MAX_OPEN series the rest count as "other"
+MAX_OPEN = 256
+ROUTER: tuple[Role, ...] = ("router",)
+WORKERS: tuple[Role, ...] = ("prefill", "decode")
+ALL: tuple[Role, ...] = ("router", "prefill", "decode")
+
+REASONS = tuple(Reason.__members__)
+OUTCOMES = ("ok", "invalid", "refused", "failed", "cancelled")
+FINISHES = ("stop", "length")
+TRANSPORTS = ("nixl", "nixl_vram", "tcp", "cuda_ipc", "none")
+OBJECTIVES = ("ttft", "tpot", "e2e")
+DOORS = ("grpc", "http")
+EJECTIONS = ("errors", "digests", "pace")
+CAUSES = ("queue", *PREFILL_PARTS, "prefill", "transfer", "decode", "error")
+
+# Bounds of OpenTelemetry's GenAI conventions, extended downwards for small models.
+TTFT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0)
+TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+DURATION_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 300.0)
+STAGE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+READ_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+SIZE_BYTES = tuple(float(4**power) for power in range(5, 17))  # 1 KiB … 4 GiB
+LENGTH_TOKENS = tuple(float(2**power) for power in range(0, 18))
+BATCH_TOKENS = tuple(float(2**power) for power in range(0, 15))
+BATCH_SEQUENCES = tuple(float(2**power) for power in range(0, 11))
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """`labels`: our label → theirs. Only series whose other labels have the values in `only` are shown."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`labels` does not list `worker` and `role`, which every metric of a worker has."""
+
+    name: str
+    kind: Kind
+    unit: str
+    roles: tuple[Role, ...]
+    help: str
+    labels: Labels = field(default_factory=dict)
+    buckets: tuple[float, ...] = ()
+    aliases: tuple[Alias, ...] = ()
+
+
+TABLE: tuple[Metric, ...] = (
+    # Requests, as the router sees them
+    Metric(
+        "baton_router_requests_total", "counter", "requests", ROUTER,
+        "Requests that ended, by outcome and reason. The reason is a finish reason or a reason from the error table.",
+        {"outcome": OUTCOMES, "reason": (*FINISHES, *REASONS)},
+        aliases=(Alias("vllm:request_success_total", {"reason": "finished_reason"}, {"outcome": "ok"}),),
+    ),
+    Metric(
+        "baton_router_requests_in_flight", "gauge", "requests", ROUTER, "Requests that are being served now.",
+        aliases=(Alias("vllm:num_requests_running"),),
+    ),
+    Metric(
+        "baton_router_requests_queued", "gauge", "requests", ROUTER, "Requests that wait for admission now.",
+        aliases=(Alias("vllm:num_requests_waiting"),),
+    ),
+    Metric(
+        "baton_router_unread_bytes", "gauge", "bytes", ROUTER,
+        "What waits in the router for clients to read. router.backlog_bytes bounds it for each request.",
+    ),
+    Metric(
+        "baton_router_stalled_total", "counter", "requests", ROUTER,
+        "Requests whose answer was cut off because the client read nothing for router.stall_s; they count as cancelled. "
+        "Those that exceed router.backlog_bytes are not among them: they fail with STALLED.",
+        {"door": DOORS},
+    ),
+    Metric(
+        "baton_router_time_to_first_token_seconds", "histogram", "seconds", ROUTER,
+        "Time from a request's arrival to its first token.", buckets=TTFT_S, aliases=(Alias("vllm:time_to_first_token_seconds"),),
+    ),
+    Metric(
+        "baton_router_inter_token_latency_seconds", "histogram", "seconds", ROUTER,
+        "Time between two successive tokens of a request.", buckets=TOKEN_S, aliases=(Alias("vllm:inter_token_latency_seconds"),),
+    ),
+    Metric(
+        "baton_router_time_per_output_token_seconds", "histogram", "seconds", ROUTER,
+        "Time from a request's first token to its last, divided by the tokens after the first.", buckets=TOKEN_S,
+        aliases=(Alias("vllm:request_time_per_output_token_seconds"),),
+    ),
+    Metric(
+        "baton_router_request_duration_seconds", "histogram", "seconds", ROUTER,
+        "Time from a request's arrival to its end, for requests that succeeded.", buckets=DURATION_S,
+        aliases=(Alias("vllm:e2e_request_latency_seconds"),),
+    ),
+    Metric(
+        "baton_router_stage_duration_seconds", "histogram", "seconds", ROUTER,
+        "Time in each stage of a request that succeeded. The stages are consecutive and add up to the request's duration.",
+        {"stage": STAGES}, STAGE_S,
+        aliases=(
+            Alias("vllm:request_queue_time_seconds", only={"stage": "queue"}),
+            Alias("vllm:request_prefill_time_seconds", only={"stage": "prefill"}),
+            Alias("vllm:request_decode_time_seconds", only={"stage": "decode"}),
+        ),
+    ),
+    Metric(
+        "baton_router_prompt_tokens_total", "counter", "tokens", ROUTER, "Prompt tokens of requests that were not refused.",
+        aliases=(Alias("vllm:prompt_tokens_total"),),
+    ),
+    Metric(
+        "baton_router_output_tokens_total", "counter", "tokens", ROUTER, "Tokens that were streamed to clients.",
+        aliases=(Alias("vllm:generation_tokens_total"),),
+    ),
+    Metric("baton_router_cached_tokens_total", "counter", "tokens", ROUTER, "Prompt tokens whose KV was cached instead of computed."),
+    Metric(
+        "baton_router_request_prompt_tokens", "histogram", "tokens", ROUTER, "Tokens in a prompt.", buckets=LENGTH_TOKENS,
+        aliases=(Alias("vllm:request_prompt_tokens"),),
+    ),
+    Metric(
+        "baton_router_request_output_tokens", "histogram", "tokens", ROUTER, "Output tokens of a successful request.",
+        buckets=LENGTH_TOKENS, aliases=(Alias("vllm:request_generation_tokens"),),
+    ),
+    # Decisions
+    Metric(
+        "baton_router_choices_total", "counter", "choices", ROUTER, "Choices of a worker, by the reason for the choice.",
+        {"role": WORKERS, "reason": ("cached prefix", "fetched prefix", "least work", "fits", "queues")},
+    ),
+    Metric(
+        "baton_router_bypasses_total", "counter", "requests", ROUTER,
+        "Prompts that the router sent straight to a decode worker to compute, without a handoff.",
+        {"reason": ("short", "cached", "no prefill worker", "same worker", "prompt_logprobs")},
+    ),
+    Metric(
+        "baton_router_retries_total", "counter", "attempts", ROUTER,
+        "Attempts at a request after the first, by the reason that made them necessary.", {"reason": REASONS},
+    ),
+    Metric(
+        "baton_router_retries_refused_total", "counter", "requests", ROUTER,
+        "Requests that were not tried again because the budget of all retries (router.retry_budget) was spent.",
+    ),
+    Metric("baton_router_retry_budget_ratio", "gauge", "ratio", ROUTER, "What is left of router.retry_budget."),
+    Metric(
+        "baton_router_resumed_total", "counter", "requests", ROUTER,
+        "Requests that continued a stream of which the client had the beginning, usually because a router died.",
+    ),
+    # Service levels
+    Metric("baton_router_slo_met_total", "counter", "requests", ROUTER, "Requests that met every objective of the slo section."),
+    Metric(
+        "baton_router_slo_missed_total", "counter", "requests", ROUTER,
+        "Requests that missed an objective, by the stage that took most of the time. error: the request was refused or failed.",
+        {"cause": CAUSES},
+    ),
+    Metric(
+        "baton_router_slo_attainment_ratio", "gauge", "ratio", ROUTER, "Share of the last slo.window requests that met every objective.",
+    ),
+    Metric("baton_router_slo_objective_seconds", "gauge", "seconds", ROUTER, "Objectives of the slo section.", {"objective": OBJECTIVES}),
+    # The cluster, as the router sees it
+    Metric("baton_router_known_text_tokens_total", "counter", "tokens", ROUTER, "Prompt tokens that were known from an earlier turn."),
+    Metric("baton_router_prefix_index_entries", "gauge", "entries", ROUTER, "Entries in the prefix index, each a worker and a block key."),
+    Metric("baton_router_prefix_index_refused_total", "counter", "entries", ROUTER, "Entries that a full prefix index did not keep."),
+    Metric(
+        "baton_router_worker_usable", "gauge", "1", ROUTER,
+        "1: the router sends requests to this worker. 0: it is down, draining, put aside, or serves something else.",
+        {"worker": OPEN, "role": WORKERS},
+    ),
+    Metric(
+        "baton_router_worker_ejected", "gauge", "1", ROUTER,
+        "1: the router has put this worker aside because it fails, damages KV or is slow, unlike its peers.",
+        {"worker": OPEN, "role": WORKERS},
+    ),
+    Metric(
+        "baton_router_ejections_total", "counter", "times", ROUTER, "How often a worker was put aside, by the reason.",
+        {"cause": EJECTIONS},
+    ),
+    Metric(
+        "baton_router_worker_credit_tokens", "gauge", "tokens", ROUTER,
+        "Tokens that a worker can still promise to hold: its last report, minus what the router has sent since.",
+        {"worker": OPEN, "role": WORKERS},
+    ),
+    Metric(
+        "baton_router_worker_waiting_tokens", "gauge", "tokens", ROUTER,
+        "Uncached prompt tokens waiting on this worker, as far as the router knows.",
+        {"worker": OPEN, "role": WORKERS},
+    ),
+    # Engine
+    Metric("baton_engine_step_duration_seconds", "histogram", "seconds", WORKERS, "Duration of one engine step.", buckets=STAGE_S),
+    Metric("baton_engine_step_tokens", "histogram", "tokens", WORKERS, "Positions that one step computed.", buckets=BATCH_TOKENS),
+    Metric("baton_engine_step_sequences", "histogram", "sequences", WORKERS, "Sequences in one step.", buckets=BATCH_SEQUENCES),
+    Metric(
+        "baton_engine_sequences_running", "gauge", "sequences", WORKERS, "Sequences that are running, or whose KV is being fetched.",
+        aliases=(Alias("vllm:num_requests_running"),),
+    ),
+    Metric(
+        "baton_engine_sequences_waiting", "gauge", "sequences", WORKERS, "Sequences that wait in the engine's queue.",
+        aliases=(Alias("vllm:num_requests_waiting"),),
+    ),
+    Metric(
+        "baton_engine_preemptions_total", "counter", "sequences", WORKERS, "Sequences that were preempted: they gave back their blocks.",
+        aliases=(Alias("vllm:num_preemptions_total"),),
+    ),
+    Metric("baton_engine_computed_tokens_total", "counter", "tokens", WORKERS, "Positions whose KV this worker computed."),
+    Metric(
+        "baton_engine_recomputed_tokens_total", "counter", "tokens", WORKERS,
+        "Positions that this worker computed again after a preemption.",
+    ),
+    Metric(
+        "baton_engine_prefix_queried_tokens_total", "counter", "tokens", WORKERS, "Tokens that the engine looked up in the prefix cache.",
+        aliases=(Alias("vllm:prefix_cache_queries_total"),),
+    ),
+    Metric(
+        "baton_engine_prefix_hit_tokens_total", "counter", "tokens", WORKERS, "Tokens that the engine found in the prefix cache.",
+        aliases=(Alias("vllm:prefix_cache_hits_total"),),
+    ),
+    Metric("baton_engine_drafted_tokens_total", "counter", "tokens", WORKERS, "Guesses of next tokens that the engine verified."),
+    Metric("baton_engine_accepted_tokens_total", "counter", "tokens", WORKERS, "Guesses of next tokens that became output."),
+    # KV
+    Metric(
+        "baton_kv_blocks", "gauge", "blocks", WORKERS, "Blocks of the KV pool: used by sequences or leases, cached as prefixes, or free.",
+        {"state": ("used", "cached", "free")},
+    ),
+    Metric(
+        "baton_kv_usage_ratio", "gauge", "ratio", ALL, "Used share of the KV pool; at the router, of all decode workers' pools.",
+        aliases=(Alias("vllm:kv_cache_usage_perc"),),
+    ),
+    Metric(
+        "baton_kv_cache_info", "gauge", "1", ALL, "Always 1. The labels give the tokens in a block and the blocks in the pool.",
+        {"block_size": OPEN, "num_blocks": OPEN},
+        aliases=(Alias("vllm:cache_config_info", {"block_size": "block_size", "num_blocks": "num_gpu_blocks"}),),
+    ),
+    Metric("baton_kv_quarantined_blocks", "gauge", "blocks", WORKERS, "Blocks held back: an abandoned read may still write into them."),
+    Metric("baton_kv_link_rate_bytes", "gauge", "bytes", WORKERS, "Bytes/s of the slowest link, as probed.", {"transport": TRANSPORTS}),
+    # Leases, where the KV is
+    Metric("baton_leases_held", "gauge", "leases", WORKERS, "Leases that are alive now."),
+    Metric(
+        "baton_leases_total", "counter", "leases", WORKERS,
+        "Events of leases. late: a reader came after the lease had ended. fenced: a handle was forged, or belonged to another request or"
+        " process.",
+        {"event": ("granted", "renewed", "released", "revoked", "expired", "late", "fenced")},
+        aliases=(Alias("vllm:nixl_num_kv_expired_reqs_total", only={"event": "expired"}),),
+    ),
+    # Handoffs, where the KV goes
+    Metric(
+        "baton_handoffs_total", "counter", "handoffs", WORKERS,
+        "Requests that came with a handle. outcome: ok, or why the KV was not used.",
+        {"transport": TRANSPORTS, "outcome": ("ok", *REASONS)},
+    ),
+    Metric(
+        "baton_handoff_read_duration_seconds", "histogram", "seconds", WORKERS,
+        "Time that one handoff spent reading KV.", {"transport": TRANSPORTS}, READ_S,
+        aliases=(Alias("vllm:nixl_xfer_time_seconds", only={"transport": "nixl"}),),
+    ),
+    Metric(
+        "baton_handoff_read_bytes", "histogram", "bytes", WORKERS,
+        "Bytes of KV that one handoff read.", {"transport": TRANSPORTS}, SIZE_BYTES,
+        aliases=(Alias("vllm:nixl_bytes_transferred", only={"transport": "nixl"}),),
+    ),
+    Metric(
+        "baton_handoff_verify_duration_seconds", "histogram", "seconds", WORKERS,
+        "Time for the digests and the lease check of one handoff.", buckets=READ_S,
+    ),
+    *(Metric(fact.counter, "counter", fact.unit, WORKERS, fact.help) for fact in COUNTED.values()),
+    *(Metric(fact.name, fact.kind, fact.unit, WORKERS, fact.help, fact.labels) for fact in gpu_watch.FACTS),
+    Metric(gpu_watch.AGE, "gauge", "seconds", WORKERS, "Time since the GPUs' driver last answered; what it said stands until then."),
+    # The process
+    Metric("baton_registry_reachable", "gauge", "1", ALL, "1: the registry answered the last call. 0: it did not."),
+    Metric("baton_registry_reconnects_total", "counter", "times", ALL, "Times that the registry answered again after an outage."),
+    Metric("baton_spans_exported_total", "counter", "spans", ALL, "Spans that the collector accepted."),
+    Metric(
+        "baton_spans_dropped_total", "counter", "spans", ALL,
+        "Spans that were lost because the queue was full or the collector did not answer.",
+    ),
+)  # fmt: skip
+BY_NAME: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in TABLE})
