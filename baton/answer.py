@@ -21,6 +21,8 @@ class Token:
     text: str
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    guessed: bool = False  # the step that made the token before it made it, too
+    rejected: int = 0  # guesses of its step that did not become output: it stands in the place of the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,10 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+    drafted_tokens: int = 0  # guesses that were computed
+    accepted_tokens: int = 0  # part of them: they became output
+    accepted_prediction_tokens: int = 0  # of the request's prediction: the answer has them
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +187,8 @@ class Assembly:
 
 def _to_token(token: pb.Token) -> Token:
     logprob = token.logprob if token.HasField("logprob") else None
-    return Token(token.index, token.id, token.text, logprob, tuple((top.id, top.logprob) for top in token.top))
+    top = tuple((top.id, top.logprob) for top in token.top)
+    return Token(token.index, token.id, token.text, logprob, top, token.guessed, token.rejected)
 
 
 def to_error(error: grpc.RpcError) -> GenerateError:

@@ -363,6 +363,9 @@ class AsyncClient:
         await self.close()
 
 
+OF_REQUEST = ("parse_special", "add_special_tokens", "prediction", "speculation")  # fields of GenerateRequest that it takes
+
+
 def build_request(
     prompt: str | None = None,
     *,
@@ -377,7 +380,8 @@ def build_request(
     """Takes one of `prompt`, `messages` (the fields of ChatMessage: "role", "content", …) and `token_ids`. `sampling` takes the fields of
     baton.v1.SamplingParams, `parse_special` and `add_special_tokens` of GenerateRequest, and for messages those of Chat, such as `tools`.
     The form of the answer is `structured`, a mapping with the fields of baton.v1.Structured, or one of `json_schema` (an object, or its
-    text), `regex` and `choice` (strings).
+    text), `regex` and `choice` (strings). `prediction`: what the answer is expected to be, as text or token ids; `speculation`: the fields
+    of baton.v1.Speculation.
 
     Raises TypeError for any other keyword, unless exactly one prompt is given, or if several forms are.
     """
@@ -385,11 +389,15 @@ def build_request(
         raise TypeError("give exactly one of prompt, messages and token_ids")
     sampling = _with_form(sampling)
     of_chat = set(pb.Chat.DESCRIPTOR.fields_by_name) - {"messages"} if messages is not None else set()
-    unknown = set(sampling) - set(pb.SamplingParams.DESCRIPTOR.fields_by_name) - {"parse_special", "add_special_tokens"} - of_chat
+    unknown = set(sampling) - set(pb.SamplingParams.DESCRIPTOR.fields_by_name) - set(OF_REQUEST) - of_chat
     if unknown:
         raise TypeError(f"unknown sampling parameters: {', '.join(sorted(unknown))}")
     given = {name: value for name, value in sampling.items() if value is not None}
-    how = {name: given.pop(name) for name in ("parse_special", "add_special_tokens") if name in given}
+    how = {name: given.pop(name) for name in OF_REQUEST if name in given}
+    if isinstance(predicted := how.get("prediction"), str):
+        how["prediction"] = pb.Prediction(text=predicted)
+    elif predicted is not None:
+        how["prediction"] = pb.Prediction(token_ids=pb.TokenIds(ids=predicted))
     chat = {name: given.pop(name) for name in of_chat if name in given}
     request = pb.GenerateRequest(
         model=model, request_id=request_id, cache_salt=cache_salt, priority=priority, sampling=pb.SamplingParams(**given), **how

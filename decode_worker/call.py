@@ -77,7 +77,16 @@ class PromptScores:
     scores: tuple[Scored, ...]
 
 
-Event = PromptScores | Adopted | Sampled | Finished | BatonError
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One token, whether it had been guessed, and how many guesses of its step were not right."""
+
+    sampled: Sampled
+    guessed: bool = False
+    rejected: int = 0
+
+
+Event = PromptScores | Adopted | Made | Finished | BatonError
 Emit = Callable[[Event], None]
 
 

@@ -4,13 +4,12 @@ import asyncio
 from dataclasses import asdict
 
 from baton.cluster.errors import BatonError
-from baton.engine.core.sampling import Sampled
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.identity import Identity
 from baton.worker.session import Emit, Form, SessionDoor
 from baton.worker.wire import to_call_error, to_finish, to_prompt_logprobs, to_sequence, to_token, unpack_handle
-from decode_worker.call import Adopted, Event, Finished, PromptScores
+from decode_worker.call import Adopted, Event, Finished, Made, PromptScores
 from decode_worker.worker import DecodeWorker
 
 
@@ -31,8 +30,8 @@ class DecodeDoor(SessionDoor, worker_pb2_grpc.DecodeServicer):
 
 def to_message(call_id: int, event: Event) -> pb.DecodeEvent:
     match event:
-        case Sampled():
-            return pb.DecodeEvent(call_id=call_id, token=to_token(event))
+        case Made():
+            return pb.DecodeEvent(call_id=call_id, token=to_token(event.sampled, event.guessed, event.rejected))
         case PromptScores(first, scores):
             return pb.DecodeEvent(call_id=call_id, prompt_logprobs=to_prompt_logprobs(first, scores))
         case Adopted(handoff):

@@ -26,7 +26,7 @@ from baton.engine.core.engine import Output, Refused
 from baton.engine.core.sequence import Sequence
 from baton.worker.kv_port import KvPort
 from baton.worker.refusal import failure, refusal
-from decode_worker.call import Adopted, Call, CallState, Emit, Finished, PromptScores
+from decode_worker.call import Adopted, Call, CallState, Emit, Finished, Made, PromptScores
 from decode_worker.meter import HandoffMeter
 from kvtransfer.handle import KvHandle
 from kvtransfer.importer import Fetch
@@ -107,7 +107,7 @@ class DecodeWorker:
                 call.fail(failure(output))
                 call.end()
                 continue
-            call.emit(output.sampled)
+            call.emit(Made(output.sampled, output.guessed, output.rejected))
             if output.finish is not None:
                 seq = output.seq
                 recomputed = seq.prefilled if call.handle is not None else 0

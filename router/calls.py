@@ -10,6 +10,7 @@ from baton.cluster.records import WorkerRecord
 from baton.cluster.rpc import from_status
 from baton.cluster.telemetry import NO_SPAN, Span
 from baton.engine.core.sampling import FIELDS
+from baton.engine.core.speculation import UNASKED
 from baton.engine.core.thinking import ThinkingBudget
 from baton.v1 import generation_pb2, worker_pb2
 from router.request import FinishReason, PromptToken, Request, Scores, Token
@@ -25,7 +26,7 @@ _FINISH: dict[int, FinishReason | None] = {
 Message = worker_pb2.DecodeEvent | BatonError  # of a decode call; its tokens wait as bytes (`router.inbox`)
 
 
-def to_job(request: Request, span: Span = NO_SPAN, job: worker_pb2.Job | None = None) -> worker_pb2.Job:
+def to_job(request: Request, span: Span = NO_SPAN, job: worker_pb2.Job | None = None, decodes: bool = True) -> worker_pb2.Job:
     """`job`: an empty one that is a part of a message: to copy one with a long prompt into its place takes long."""
     told = {name: getattr(request.params, name) for name in FIELDS}
     told["prompt_logprobs"] = request.params.prompt_logprobs if request.unscored else None
@@ -38,6 +39,9 @@ def to_job(request: Request, span: Span = NO_SPAN, job: worker_pb2.Job | None = 
     job.traceparent, job.tracestate = span.traceparent, span.tracestate
     if request.params.thinking is not None:
         job.thinking.CopyFrom(_to_budget(request.params.thinking))
+    if decodes and (asked := request.params.speculation) != UNASKED:
+        job.speculation.CopyFrom(generation_pb2.Speculation(method=asked.method, max_tokens=asked.max_tokens))
+        job.prediction.extend(asked.prediction)
     return job
 
 
@@ -83,7 +87,7 @@ def to_prefill_event(message: worker_pb2.PrefillEvent | BatonError) -> PrefillEv
 
 def to_token(token: worker_pb2.GeneratedToken) -> Token:
     top = tuple((top.id, top.logprob) for top in token.top) if token.top else ()
-    return Token(token.id, token.logprob if token.HasField("logprob") else None, top)
+    return Token(token.id, token.logprob if token.HasField("logprob") else None, top, token.guessed, token.rejected)
 
 
 def _to_prompt_token(told: generation_pb2.PromptToken) -> PromptToken:

@@ -86,7 +86,7 @@ class GrpcWorkers:
         with request.trace.span.child(semconv.PREFILL, "client", {semconv.WORKER: worker.name}) as span:
             command = pb.PrefillCommand(start=pb.PrefillStart(to=to_addressee(worker), timeout_ms=to_ms(timeout_s)))
             start = command.start
-            to_job(request, span, start.job)
+            to_job(request, span, start.job, decodes=False)
             start.asker, start.uncached_tokens = self._asker, uncached_tokens
             if source is not None:
                 start.source.CopyFrom(to_source(source))

@@ -9,6 +9,7 @@ from baton.cluster.keys import ApiKeys
 from baton.cluster.rpc import Answering, Context, first_of, metadata_of
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import FIELDS
+from baton.engine.core.speculation import UNASKED, Speculation
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.conversation import MAX_TOOLS, MAX_TOOLS_BYTES, PLAIN, Aside, Call, Setting, Tool, parsed
@@ -84,6 +85,8 @@ def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "",
         tenant=tenant,
         traceparent=traceparent,
         tracestate=tracestate,
+        speculation=_speculation(request, context),
+        predicted_text=request.prediction.text if request.prediction.WhichOneof("content") == "text" else None,
         output_so_far=_ids(request.output_so_far, context),
         resume=request.resume[: _LIMITS.max_resume + 1],
     )
@@ -94,6 +97,15 @@ def _ids(given: pb.TokenIds, context: int | None) -> Sequence[int]:
     would take 20 ms."""
     count = min(len(given.ids), _LIMITS.max_prompt_ids + 1)
     return tuple(given.ids[:count]) if context is None or count < context else range(count)
+
+
+def _speculation(request: pb.GenerateRequest, context: int | None) -> Speculation:
+    if not (request.HasField("speculation") or request.HasField("prediction")):
+        return UNASKED
+    told = request.speculation
+    most = told.max_tokens if told.HasField("max_tokens") else None
+    # One id more than fits is refused for its number alone.
+    return Speculation(told.method, most, tuple(_ids(request.prediction.token_ids, None if context is None else context + 1)))
 
 
 def _messages(chat: pb.Chat) -> tuple[tuple[str, str], ...]:
@@ -198,6 +210,8 @@ def _to_token(piece: Piece) -> pb.Token:
     token = piece.token
     top = [pb.TopLogprob(id=id_, logprob=logprob) for id_, logprob in token.top]
     told = pb.Token(index=piece.index, id=token.id, text=piece.text, logprob=token.logprob, top=top)
+    if token.guessed or token.rejected:
+        told.guessed, told.rejected = token.guessed, token.rejected
     if piece.deltas:
         told.reasoning = _thought(piece.deltas)
         told.tool_calls.extend(_calls(piece.deltas))
@@ -218,6 +232,10 @@ def _to_finished(event: Finished) -> pb.Finished:
             completion_tokens=request.output_len,
             cached_tokens=trace.cached_tokens,
             reasoning_tokens=event.reasoning_tokens,
+            drafted_tokens=trace.guesses.drafted,
+            accepted_tokens=trace.guesses.accepted,
+            accepted_prediction_tokens=event.predicted[0],
+            rejected_prediction_tokens=event.predicted[1],
         ),
         stages=_to_stages(trace),
         workers=pb.Workers(prefill=trace.prefill_worker, decode=trace.decode_worker, retries=trace.retries),

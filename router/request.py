@@ -13,6 +13,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.stages import STAGES, Stage, itl
 from router.backlog import ENTRY_BYTES, TOP_BYTES, Backlog
 
+MAX_STEPS = 1024  # with guesses, that a record of the request keeps
 NEAR_DEADLINE_S = 0.05  # with less time left, another attempt is pointless, and a client that leaves has given up because of its deadline
 
 
@@ -102,6 +103,7 @@ class Trace:
     retry_refused: bool = False  # the budget of all requests was spent
     first_at: float = 0.0  # when the first token came, on the stopwatch's clock; 0 before
     last_at: float = 0.0
+    guesses: "Guesses" = field(default_factory=lambda: Guesses())
     gaps: "array[float]" = field(default_factory=lambda: array("d"))  # seconds between successive tokens
 
     def note_token(self) -> None:
@@ -131,6 +133,8 @@ class Token:
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    guessed: bool = False
+    rejected: int = 0  # guesses of its step that did not become output
 
     @property
     def size(self) -> int:
@@ -176,6 +180,34 @@ class Suspicion:
 def tie_of(request_id: str) -> int:
     """A hash of the id, the same in every router."""
     return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "big")
+
+
+@dataclass(slots=True)
+class Guesses:
+    """What became of the guesses of a request's tokens. A step's last token is the one that was not guessed, or that ended the output."""
+
+    drafted: int = 0
+    accepted: int = 0
+    _steps: bytearray = field(default_factory=bytearray)
+    _run: int = 0  # accepted ones since the last step ended
+
+    def note(self, token: Token) -> None:
+        self.accepted += token.guessed
+        self.drafted += token.guessed + token.rejected
+        self._run += token.guessed
+        if (token.rejected or not token.guessed) and (self._run or token.rejected):
+            if len(self._steps) < 2 * MAX_STEPS:
+                self._steps += bytes((min(self._run, 255), min(token.rejected, 255)))
+            self._run = 0
+
+    def take_back(self, tokens: Tokens) -> None:
+        """They are no output: it ended before them."""
+        self.accepted -= sum(token.guessed for token in tokens)
+
+    @property
+    def steps(self) -> bytes:
+        """For each of the first `MAX_STEPS` steps with guesses, two bytes: how many were accepted, and how many were not."""
+        return bytes(self._steps) + bytes((min(self._run, 255), 0)) * bool(self._run)
 
 
 FinishReason = Literal["stop", "length"]
@@ -235,11 +267,13 @@ class Request:
         for token in tokens:
             self.tokens.append(token.id)
             self.trace.note_token()
+            self.trace.guesses.note(token)
 
-    def cut(self, count: int) -> None:
-        """Removes the last `count` tokens: the output ended before them."""
-        del self.tokens[len(self.tokens) - count :]
-        del self.trace.gaps[len(self.trace.gaps) - count :]
+    def cut(self, tokens: Tokens) -> None:
+        """Removes its last tokens, which are these: the output ended before them."""
+        del self.tokens[len(self.tokens) - len(tokens) :]
+        del self.trace.gaps[len(self.trace.gaps) - len(tokens) :]
+        self.trace.guesses.take_back(tokens)
 
     @property
     def longest(self) -> int:

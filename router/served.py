@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from baton.cluster.records import RoleName, WorkerRecord
+from baton.engine.core.speculation import NOTHING_OFFERED, Offer
 from router.members import Members
 from router.prefix_index import PrefixIndex
 
@@ -26,6 +27,7 @@ class Served:
     block_size: int  # tokens
     max_model_len: int  # tokens; workers may hold more
     eos_token_ids: frozenset[int] = frozenset()
+    offer: Offer = NOTHING_OFFERED  # of guesses. Workers may differ in it: one that lacks a method uses its own, and no token depends on it
 
 
 class ServedModel:
@@ -50,7 +52,8 @@ class ServedModel:
         ready = [record for record in ours if record.serves("decode") and record.state == "ready"]
         if ready and (self.served is None or all(self._mismatch(record) for record in ready)):
             first = ready[0]
-            self.served = Served(first.model_fingerprint, first.block_size, first.max_model_len, frozenset(first.eos_token_ids))
+            offer = Offer(first.speculation, first.speculation_tokens) if first.speculation else NOTHING_OFFERED
+            self.served = Served(first.model_fingerprint, first.block_size, first.max_model_len, frozenset(first.eos_token_ids), offer)
         before = self._misfits
         self._misfits = {record.name: field for record in workers if (field := self._mismatch(record))}
         return [Refused(name, field) for name, field in self._misfits.items() if before.get(name) != field]

@@ -24,6 +24,7 @@ from baton.cluster.errors import BatonError, Reason, invalid
 from baton.engine.core.block_key import extend_keys, root_key
 from baton.engine.core.grammar import GrammarRefused, GrammarsBusy
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.speculation import Speculation
 from baton.engine.core.thinking import ThinkingBudget
 from baton.engine.facts.model_facts import Recommended
 from baton.engine.grammars.store import GrammarStore
@@ -45,7 +46,7 @@ from router.tools.delta import Delta
 from router.tools.forms import TAIL, Forms
 from router.tools.reading import Reader
 from router.transcript import Said, Transcript
-from router.validate import Ask, Context, Limits, check, recommend, resolve
+from router.validate import Ask, Context, Limits, check, predicts_too_much, recommend, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class Finished:
     calls: int = 0
     reasoning_tokens: int = 0
     incomplete: bool = False  # it ended before the form that was asked for was complete
+    predicted: tuple[int, int] = (0, 0)  # tokens of the request's prediction that the output has, and that it does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,8 @@ class GenerateService:
         most, spelled = self.max_model_len, ask.text is not None and ask.parse_special is not False
         longest = self._tokenizer.longest_spelling if spelled else self._tokenizer.longest_token
         context = None if most is None else Context(most, longest)
-        check(ask, _LIMITS, (self.model_name,), self._tokenizer.vocab_size, context)
+        offer = None if self._model.served is None else self._model.served.offer
+        check(ask, _LIMITS, (self.model_name,), self._tokenizer.vocab_size, context, offer)
         if ask.sampling.stop:
             self._tokenizer.stop_tokens(ask.sampling.stop)
         if ask.setting is not PLAIN:
@@ -298,6 +301,7 @@ class GenerateService:
         if stops:
             params = replace(params, stop_token_ids=params.stop_token_ids | self._tokenizer.stop_tokens(stops))
         params = replace(params, thinking=thinking) if thinking is not None else params
+        params = replace(params, speculation=await self._speculation(ask, served, deadline)) if ask.guides else params
         id_ = ask.request_id or (receipt.request_id if receipt else self._draws.request_id())
         output = list(ask.output_so_far)
         digest = await self._off_loop(len(prompt) > LONG_PROMPT, deadline, prompt_digest, prompt)
@@ -362,7 +366,7 @@ class GenerateService:
         complete = reason == "stop" and text.stop is None and (text.ended or request.tokens[-1] in eos)
         incomplete = request.params.structured is not None and not complete
         calls = text.reader.calls if text.reader is not None else 0
-        return Finished(request, reason, rest.text, text.stop, rest.deltas, calls, text.reasoning_tokens, incomplete)
+        return Finished(request, reason, rest.text, text.stop, rest.deltas, calls, text.reasoning_tokens, incomplete, text.predicted)
 
     def _transcript(
         self, ask: Ask, prompt: Sequence[int], params: SamplingParams, stops: Sequence[str], id_of: Callable[[int], str]
@@ -385,7 +389,7 @@ class GenerateService:
                     for scores in _scores(request) if request.made == len(tokens) else ():
                         yield scores
                     pieces = _pieces(tokens, request.output_len - len(tokens), text)
-                    request.cut(len(tokens) - len(pieces))
+                    request.cut(tokens[len(pieces) :])
                     yield Pieces(pieces)
                     if text.ended:
                         break
@@ -410,6 +414,17 @@ class GenerateService:
         parsed, around = ask.parse_special is not False, ask.add_special_tokens is not False
         encode = partial(self._tokenizer.encode, parse_special=parsed, add_special_tokens=around)
         return await self._pool.run(encode, ask.text or "", most, within_s=left)
+
+    async def _speculation(self, ask: Ask, served: Served, deadline: float) -> Speculation:
+        """With the token ids of a prediction that is text. Raises INVALID_FIELD, as `check` does for what it can know."""
+        if ask.predicted_text is None:
+            return ask.speculation
+        field, most = "prediction.text", served.max_model_len
+        within_s = deadline - loop_time()
+        ids = await self._pool.run(self._tokenizer.encode_output, ask.predicted_text, field, within_s=within_s, begun=True)
+        if len(ids) > most:
+            raise invalid(field, predicts_too_much(most))
+        return replace(ask.speculation, prediction=tuple(ids))
 
     async def _off_loop(self, long: bool, deadline: float, function: Callable[..., T], *arguments: Any) -> T:
         """Calls `function`, if it takes `long` in a thread."""

@@ -115,6 +115,10 @@ class Tokenizer:
             return before + encodings[0].ids + after
         return self._plain.post_process(Encoding.merge(encodings, growing_offsets=True)).ids
 
+    def encode_output(self, text: str, field: str) -> list[int]:
+        """Encodes what a model might write: no control tokens, and nothing around it. Raises INVALID_FIELD as `encode` does."""
+        return [id_ for encoding in self._as_text(text, self._inner, field) for id_ in encoding.ids]
+
     def render(
         self,
         messages: Sequence[Message],

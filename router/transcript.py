@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from baton.cluster.errors import invalid
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.speculation import Follower
 from router.detokenizer import Detokenizer
 from router.request import FinishReason
 from router.stop import StopMatcher
@@ -43,6 +44,8 @@ class Transcript:
         self.reader = reader
         self.reasoning_tokens = 0
         self.length = 0  # tokens
+        predicted = params.speculation.prediction
+        self._follower = Follower(predicted) if predicted else None
         self.shown = 0  # characters returned
         self.stop: str | None = None  # the stop string that has ended the output
         self._params = params
@@ -52,6 +55,8 @@ class Transcript:
     def push(self, token_id: int) -> Said:
         """What the token completes and is certainly output. A stop token that ends the output has no text."""
         self.length += 1
+        if self._follower is not None:
+            self._follower.follow(token_id)
         hidden = token_id in self._params.stop_token_ids and self._may_end
         visible, self.stop = self._matcher.push("" if hidden else self._text.push(token_id), self._may_end)
         if self.reader is None:
@@ -79,6 +84,11 @@ class Transcript:
         text = visible if deltas is None else "".join(delta.text for delta in deltas if isinstance(delta, Content))
         self.shown += len(text)
         return Said(text, tuple(deltas or ()))
+
+    @property
+    def predicted(self) -> tuple[int, int]:
+        """Tokens of the prediction that the output has in its order, and that it does not have."""
+        return (0, 0) if self._follower is None else (self._follower.accepted, self._follower.rejected)
 
     @property
     def _may_end(self) -> bool:

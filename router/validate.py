@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from baton.cluster.errors import BatonError, Reason, Violation, invalid
 from baton.engine.core.grammar import KINDS, Grammar
 from baton.engine.core.sampling import GREEDY_BELOW, LEAST_TOP_P, LOGPROBS_MODES, NUMBERS, RAW, Range, SamplingParams
+from baton.engine.core.speculation import UNASKED, Offer, Speculation
 from baton.engine.facts.model_facts import Recommended
 from router import conversation
 from router.backlog import Backlog
@@ -20,6 +21,9 @@ ROLES = ("system", "user", "assistant", "tool")
 DEFAULT_MAX_TOKENS = 256
 MAX_PROMPT_LOGPROBS = 1 << 18  # log-probabilities of one prompt, all together
 MAX_REQUEST_ID = 128  # characters; a longer one is refused
+NO_PREDICTIONS = (
+    "is not used here: the operator has turned it off (engine.predictions), or these workers could give another output with it than without"
+)
 MAX_VIOLATIONS = 20  # in one answer: they travel in the trailers, which gRPC limits to 8 KiB
 T = TypeVar("T", int, float)
 _INT32 = (1 << 31) - 1
@@ -92,9 +96,16 @@ class Ask:
     tenant: str = ""  # the owner of the API key that it came with
     traceparent: str = ""  # the caller's W3C Trace Context as it arrived; ignored if invalid
     tracestate: str = ""  # likewise; of several headers, joined
+    speculation: Speculation = UNASKED  # with a prediction that is token ids
+    predicted_text: str | None = None  # a prediction that is text
     output_so_far: Sequence[int] = ()  # the beginning of the output, which an earlier call has streamed
     resume: bytes = b""  # the receipt of that call (`router.resume`)
     backlog: Backlog = field(default_factory=Backlog, compare=False)  # shared by the choices of one answer
+
+    @property
+    def guides(self) -> bool:
+        """Whether it says how it may be guessed."""
+        return self.predicted_text is not None or self.speculation != UNASKED
 
 
 _RANGES = {
@@ -105,7 +116,14 @@ _RANGES = {
 _BIAS = Range(-100, 100)
 
 
-def check(ask: Ask, limits: Limits, served_names: Collection[str], vocab_size: int, context: Context | None = None) -> None:
+def check(
+    ask: Ask,
+    limits: Limits,
+    served_names: Collection[str],
+    vocab_size: int,
+    context: Context | None = None,
+    offer: Offer | None = None,
+) -> None:
     """Raises MODEL_NOT_FOUND, CONTEXT_LENGTH for a prompt whose size alone shows that it cannot fit, or INVALID_FIELD with every field that
     is wrong (of a list of ids, only the first wrong one).
 
@@ -120,6 +138,7 @@ def check(ask: Ask, limits: Limits, served_names: Collection[str], vocab_size: i
         *_prompt(ask, limits, vocab_size),
         *_sampling(ask.sampling, limits, vocab_size),
         *_continuation(ask, limits, vocab_size, context),
+        *_speculation(ask, limits, vocab_size, context, offer),
     ]
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -288,6 +307,33 @@ def _continuation(ask: Ask, limits: Limits, vocab_size: int, context: Context | 
         yield from _ids("output_so_far.ids", ask.output_so_far, vocab_size)
     if len(ask.resume) > limits.max_resume:
         yield Violation("resume", f"must have at most {limits.max_resume} bytes")
+
+
+def _speculation(ask: Ask, limits: Limits, vocab_size: int, context: Context | None, offer: Offer | None) -> Iterator[Violation]:
+    """Without an `offer` no worker is ready, and the request goes no further."""
+    asked, text = ask.speculation, ask.predicted_text
+    if offer is not None and asked.method and asked.method not in offer.names:
+        yield Violation("speculation.method", f"must be one of {', '.join(offer.names)}")
+    if asked.max_tokens is not None and not 1 <= asked.max_tokens <= (1 if offer is None else offer.max_tokens):
+        most = 0 if offer is None else offer.max_tokens
+        yield Violation("speculation.max_tokens", f"must be 1 to {most} (engine.speculation_tokens)" if most else "nothing is guessed here")
+    if text is None and not asked.prediction:
+        return
+    if offer is not None and not offer.predictions:
+        yield Violation("prediction", NO_PREDICTIONS)
+    if text is not None:
+        if context is not None and context.longest_token and len(text) > context.tokens * context.longest_token:
+            yield Violation("prediction.text", predicts_too_much(context.tokens))
+        else:
+            yield from _text("prediction.text", text, limits.max_prompt_bytes)
+    elif context is not None and len(asked.prediction) > context.tokens:
+        yield Violation("prediction.token_ids", predicts_too_much(context.tokens))
+    else:
+        yield from _ids("prediction.token_ids.ids", asked.prediction, vocab_size)
+
+
+def predicts_too_much(most: int) -> str:
+    return f"must not be longer than the context, {most} tokens"
 
 
 def _beyond(max_tokens: int) -> str:

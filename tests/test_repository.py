@@ -95,6 +95,7 @@ ARROWS = {
         "baton.engine.facts.model_facts",
         "baton.engine.core.grammar",
         "baton.engine.core.sampling",
+        "baton.engine.core.speculation",
         "baton.engine.core.thinking",
         "baton.engine.grammars",
         "baton.engine.facts.tokenizer_files",

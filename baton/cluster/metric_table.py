@@ -10,11 +10,12 @@ vLLM show. They have no storage of their own. Each has the labels `model_name` a
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from baton.cluster import gpu_watch
 from baton.cluster.errors import Reason
 from baton.cluster.handoff import COUNTED
+from baton.engine.options import EngineOptions
 from baton.stages import PREFILL_PARTS, STAGES
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -35,6 +36,8 @@ FINISHES = ("stop", "length")
 TRANSPORTS = ("nixl", "nixl_vram", "tcp", "cuda_ipc", "none")
 OBJECTIVES = ("ttft", "tpot", "e2e")
 DOORS = ("grpc", "http")
+METHODS = (*(name for name in get_args(EngineOptions.model_fields["speculation"].annotation) if name != "none"), "prediction")
+POSITIONS = tuple(str(place) for place in range(1, 17))
 EJECTIONS = ("errors", "digests", "pace")
 CAUSES = ("queue", *PREFILL_PARTS, "prefill", "transfer", "decode", "error")
 
@@ -235,8 +238,15 @@ TABLE: tuple[Metric, ...] = (
         "baton_engine_prefix_hit_tokens_total", "counter", "tokens", WORKERS, "Tokens that the engine found in the prefix cache.",
         aliases=(Alias("vllm:prefix_cache_hits_total"),),
     ),
-    Metric("baton_engine_drafted_tokens_total", "counter", "tokens", WORKERS, "Guesses of next tokens that the engine verified."),
-    Metric("baton_engine_accepted_tokens_total", "counter", "tokens", WORKERS, "Guesses of next tokens that became output."),
+    Metric(
+        "baton_engine_drafted_tokens_total", "counter", "tokens", WORKERS,
+        "Guesses of next tokens that the engine verified. position: in the guess of one step.",
+        {"method": METHODS, "position": POSITIONS},
+    ),
+    Metric(
+        "baton_engine_accepted_tokens_total", "counter", "tokens", WORKERS, "Guesses of next tokens that became output.",
+        {"method": METHODS, "position": POSITIONS},
+    ),
     # KV
     Metric(
         "baton_kv_blocks", "gauge", "blocks", WORKERS, "Blocks of the KV pool: used by sequences or leases, cached as prefixes, or free.",

@@ -73,6 +73,8 @@ class WorkerRecord:
     max_num_seqs: Count = 0  # sequences in one step of its engine; 0: unknown
     eos_token_ids: tuple[Count, ...] = ()  # tokens with which its engine ends an output; empty: unknown, or there are none
     gpus: tuple[GpuRecord, ...] = ()  # those that it uses; empty: none, or nobody can ask them
+    speculation: tuple[str, ...] = ()  # methods of guessing that its engine has, the one in force first (`Offer`); empty: none
+    speculation_tokens: Count = 0  # guesses in one step, at most
     lends: bool = True  # whether peers can borrow blocks that it caches; true also if unknown, for the worker itself can refuse
 
     def serves(self, role: RoleName) -> bool:

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from baton.engine.core import toy
-from baton.engine.core.drafting import Drafter, Paced
+from baton.engine.core.drafting import Chosen, Drafter, Paced
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.prediction import Prediction
 from baton.engine.core.progress import Step, tell
 from baton.engine.core.prompt_lookup import PromptLookup
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, OutOfDeviceMemory, Runner
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
+from baton.engine.core.speculation import NONE, PREDICTION
 from baton.engine.defaults import DeviceFacts, settle, stored_dtype
 from baton.engine.facts.fields import Fields
 from baton.engine.facts.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
@@ -173,13 +175,18 @@ def _on_device(runner: Any, options: Options, longest: int) -> Engine:
 
 def _drafter(options: Options, runner: Runner) -> Drafter | None:
     """Call it when the runner has its pool."""
-    if options.engine.speculation == "none":
-        return None
-    if not (runner.separates_output or isinstance(runner, toy.ToyRunner)):
+    engine, methods = options.engine, dict[str, Drafter]()
+    exact = runner.separates_output or isinstance(runner, toy.ToyRunner)
+    if engine.predictions and exact:
+        methods[PREDICTION] = Prediction()
+    if engine.speculation == "prompt_lookup":
+        methods["prompt_lookup"] = PromptLookup()
+    if engine.speculation != NONE and not exact:
         log.warning(
             "engine.speculation: this arithmetic has other last bits for several tokens in a step than for one, so a token may differ"
         )
-    return Paced(PromptLookup(), options.engine.speculation_tokens)
+    bound = engine.speculation_tokens
+    return Chosen({name: Paced(method, bound) for name, method in methods.items()}, engine.speculation, bound) if methods else None
 
 
 def _settled(options: Options, config: Mapping[str, Any], device: DeviceFacts) -> Options:

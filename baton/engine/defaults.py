@@ -49,7 +49,8 @@ def settle(options: Options, device: DeviceFacts, stored: str | None = None) -> 
     if engine.kv_memory_fraction is None:
         gpu = device.kind == "cuda"
         values["engine.kv_memory_fraction"] = (GPU_SHARE, "of what a GPU has left") if gpu else (CPU_SHARE, "of a CPU's free memory")
-    if engine.speculation != "none" and engine.speculation_batch_tokens is None:
+    guesses = not vllm and (engine.speculation != "none" or engine.predictions)
+    if guesses and engine.speculation_batch_tokens is None:
         gpu = device.kind == "cuda"
         values["engine.speculation_batch_tokens"] = (GPU_GUESSED, "on a GPU") if gpu else (CPU_GUESSED, "on a CPU")
     values |= _limits(engine.max_num_seqs, engine.max_num_batched_tokens, vllm, device)

@@ -75,7 +75,7 @@ class Addressee(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[int] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("request_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "traceparent", "tracestate", "thinking")
+    __slots__ = ("request_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "traceparent", "tracestate", "thinking", "speculation", "prediction")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,8 @@ class Job(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     THINKING_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
@@ -92,7 +94,9 @@ class Job(_message.Message):
     traceparent: str
     tracestate: str
     thinking: ThinkingBudget
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., thinking: _Optional[_Union[ThinkingBudget, _Mapping]] = ...) -> None: ...
+    speculation: _generation_pb2.Speculation
+    prediction: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., thinking: _Optional[_Union[ThinkingBudget, _Mapping]] = ..., speculation: _Optional[_Union[_generation_pb2.Speculation, _Mapping]] = ..., prediction: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ThinkingBudget(_message.Message):
     __slots__ = ("max_tokens", "marks", "opened")
@@ -201,14 +205,18 @@ class PrefillDone(_message.Message):
     def __init__(self, token: _Optional[_Union[GeneratedToken, _Mapping]] = ..., handle: _Optional[bytes] = ..., finish: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., wait_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
 
 class GeneratedToken(_message.Message):
-    __slots__ = ("id", "logprob", "top")
+    __slots__ = ("id", "logprob", "top", "guessed", "rejected")
     ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
+    GUESSED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
     id: int
     logprob: float
     top: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TopLogprob]
-    def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_generation_pb2.TopLogprob, _Mapping]]] = ...) -> None: ...
+    guessed: bool
+    rejected: int
+    def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_generation_pb2.TopLogprob, _Mapping]]] = ..., guessed: _Optional[bool] = ..., rejected: _Optional[int] = ...) -> None: ...
 
 class KvHandle(_message.Message):
     __slots__ = ("worker", "address", "incarnation", "lease_id", "request_id", "start", "end", "layout_fingerprint", "ttl_ms", "mac")
@@ -583,7 +591,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., residue: _Optional[_Union[Residue, _Mapping]] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("name", "role", "address", "incarnation", "state", "pid", "host", "model_name", "model_fingerprint", "tokenizer_fingerprint", "block_size", "max_model_len", "kv_blocks", "transport", "load", "metrics", "max_num_seqs", "roles", "eos_token_ids", "lends", "gpus")
+    __slots__ = ("name", "role", "address", "incarnation", "state", "pid", "host", "model_name", "model_fingerprint", "tokenizer_fingerprint", "block_size", "max_model_len", "kv_blocks", "transport", "load", "metrics", "max_num_seqs", "roles", "eos_token_ids", "lends", "gpus", "speculation", "speculation_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -605,6 +613,8 @@ class WorkerRecord(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LENDS_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     address: str
@@ -626,7 +636,9 @@ class WorkerRecord(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     lends: bool
     gpus: _containers.RepeatedCompositeFieldContainer[Gpu]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., metrics: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., lends: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ...) -> None: ...
+    speculation: _containers.RepeatedScalarFieldContainer[str]
+    speculation_tokens: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., metrics: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., lends: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., speculation: _Optional[_Iterable[str]] = ..., speculation_tokens: _Optional[int] = ...) -> None: ...
 
 class Gpu(_message.Message):
     __slots__ = ("gpu", "name", "memory_used", "memory_total", "busy", "watts", "ecc_corrected", "ecc_uncorrected")
@@ -837,7 +849,7 @@ class LiveRouter(_message.Message):
     def __init__(self, inflight: _Optional[int] = ..., queued: _Optional[int] = ..., registry: _Optional[str] = ..., requests: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LiveWorker(_message.Message):
-    __slots__ = ("name", "role", "state", "incarnation", "kv_blocks", "transport", "running", "waiting", "free_blocks", "credit_tokens", "cached_blocks", "leases", "waiting_tokens", "blocks_in_use", "requests", "silent", "restarting", "gpus")
+    __slots__ = ("name", "role", "state", "incarnation", "kv_blocks", "transport", "running", "waiting", "free_blocks", "credit_tokens", "cached_blocks", "leases", "waiting_tokens", "blocks_in_use", "requests", "silent", "restarting", "gpus", "speculation")
     class RequestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -863,6 +875,7 @@ class LiveWorker(_message.Message):
     SILENT_FIELD_NUMBER: _ClassVar[int]
     RESTARTING_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     state: str
@@ -881,7 +894,8 @@ class LiveWorker(_message.Message):
     silent: float
     restarting: bool
     gpus: _containers.RepeatedCompositeFieldContainer[Gpu]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., requests: _Optional[_Mapping[str, int]] = ..., silent: _Optional[float] = ..., restarting: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ...) -> None: ...
+    speculation: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., requests: _Optional[_Mapping[str, int]] = ..., silent: _Optional[float] = ..., restarting: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., speculation: _Optional[str] = ...) -> None: ...
 
 class LiveJob(_message.Message):
     __slots__ = ("request_id", "stage", "worker", "prefill_worker", "decode_worker", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "age", "bypass")
@@ -928,7 +942,7 @@ class LiveError(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., worker: _Optional[str] = ..., count: _Optional[int] = ..., requests: _Optional[int] = ...) -> None: ...
 
 class LiveTotals(_message.Message):
-    __slots__ = ("outcomes", "prompt_tokens", "output_tokens", "cached_tokens", "met", "handoffs", "handoff_bytes")
+    __slots__ = ("outcomes", "prompt_tokens", "output_tokens", "cached_tokens", "met", "handoffs", "handoff_bytes", "drafted_tokens", "accepted_tokens")
     class OutcomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -943,6 +957,8 @@ class LiveTotals(_message.Message):
     MET_FIELD_NUMBER: _ClassVar[int]
     HANDOFFS_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     outcomes: _containers.ScalarMap[str, int]
     prompt_tokens: int
     output_tokens: int
@@ -950,7 +966,9 @@ class LiveTotals(_message.Message):
     met: int
     handoffs: int
     handoff_bytes: int
-    def __init__(self, outcomes: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., met: _Optional[int] = ..., handoffs: _Optional[int] = ..., handoff_bytes: _Optional[int] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, outcomes: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., met: _Optional[int] = ..., handoffs: _Optional[int] = ..., handoff_bytes: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class LiveSlo(_message.Message):
     __slots__ = ("objectives", "attainment")
@@ -1053,7 +1071,7 @@ class CurvePoint(_message.Message):
     def __init__(self, number: _Optional[int] = ..., running: _Optional[float] = ..., queued: _Optional[float] = ..., kv: _Optional[float] = ..., output_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., ttft: _Optional[_Mapping[int, int]] = ..., itl: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class TraceRecord(_message.Message):
-    __slots__ = ("request_id", "at", "outcome", "reason", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "laps", "failures", "bypasses", "handoff", "read", "verify", "trace_id", "slo_missed", "ttft", "tpot", "e2e", "prefill_wait", "prefill_compute", "stages", "fetched_tokens", "connect", "tenant", "put_aside", "retry_refused")
+    __slots__ = ("request_id", "at", "outcome", "reason", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "laps", "failures", "bypasses", "handoff", "read", "verify", "trace_id", "slo_missed", "ttft", "tpot", "e2e", "prefill_wait", "prefill_compute", "stages", "fetched_tokens", "connect", "tenant", "put_aside", "retry_refused", "drafted_tokens", "accepted_tokens", "guesses")
     class StagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1088,6 +1106,9 @@ class TraceRecord(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PUT_ASIDE_FIELD_NUMBER: _ClassVar[int]
     RETRY_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GUESSES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     at: float
     outcome: str
@@ -1115,7 +1136,10 @@ class TraceRecord(_message.Message):
     tenant: str
     put_aside: _containers.RepeatedScalarFieldContainer[str]
     retry_refused: bool
-    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., laps: _Optional[_Iterable[_Union[TraceLap, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TraceFailure, _Mapping]]] = ..., bypasses: _Optional[_Iterable[str]] = ..., handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., read: _Optional[float] = ..., verify: _Optional[float] = ..., trace_id: _Optional[str] = ..., slo_missed: _Optional[str] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., e2e: _Optional[float] = ..., prefill_wait: _Optional[float] = ..., prefill_compute: _Optional[float] = ..., stages: _Optional[_Mapping[str, float]] = ..., fetched_tokens: _Optional[int] = ..., connect: _Optional[float] = ..., tenant: _Optional[str] = ..., put_aside: _Optional[_Iterable[str]] = ..., retry_refused: _Optional[bool] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    guesses: bytes
+    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., laps: _Optional[_Iterable[_Union[TraceLap, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TraceFailure, _Mapping]]] = ..., bypasses: _Optional[_Iterable[str]] = ..., handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., read: _Optional[float] = ..., verify: _Optional[float] = ..., trace_id: _Optional[str] = ..., slo_missed: _Optional[str] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., e2e: _Optional[float] = ..., prefill_wait: _Optional[float] = ..., prefill_compute: _Optional[float] = ..., stages: _Optional[_Mapping[str, float]] = ..., fetched_tokens: _Optional[int] = ..., connect: _Optional[float] = ..., tenant: _Optional[str] = ..., put_aside: _Optional[_Iterable[str]] = ..., retry_refused: _Optional[bool] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., guesses: _Optional[bytes] = ...) -> None: ...
 
 class TraceLap(_message.Message):
     __slots__ = ("stage", "worker", "start", "end", "bypass")

@@ -262,6 +262,8 @@ class Host:
             eos_token_ids=tuple(sorted(traits.eos_token_ids)),
             gpus=self._gpus.records(),
             lends=traits.lends,
+            speculation=traits.offer.methods,
+            speculation_tokens=traits.offer.max_tokens,
         )
 
     @property

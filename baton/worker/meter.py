@@ -8,6 +8,7 @@ from baton.cluster.membership import Membership
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.contract import Facts
+from baton.engine.core.engine import Guessed
 
 
 class Meter:
@@ -42,11 +43,15 @@ class Meter:
         read("baton_engine_recomputed_tokens_total", lambda: facts().counts.recomputed_tokens)
         read("baton_engine_prefix_queried_tokens_total", lambda: facts().counts.queried_tokens)
         read("baton_engine_prefix_hit_tokens_total", lambda: facts().counts.hit_tokens)
-        read("baton_engine_drafted_tokens_total", lambda: facts().counts.drafted_tokens)
-        read("baton_engine_accepted_tokens_total", lambda: facts().counts.accepted_tokens)
+        read("baton_engine_drafted_tokens_total", lambda: _guesses(facts(), lambda each: each.drafted))
+        read("baton_engine_accepted_tokens_total", lambda: _guesses(facts(), lambda each: each.accepted))
         read("baton_kv_blocks", lambda: _blocks(facts()))
         read("baton_kv_usage_ratio", lambda: facts().owned_blocks / num_blocks)
         read("baton_kv_cache_info", lambda: {(str(block_size), str(num_blocks)): 1})
+
+
+def _guesses(facts: Facts, number: Callable[[Guessed], int]) -> dict[str | tuple[str, ...], int | float]:
+    return {(method, str(place)): number(each) for (method, place), each in facts.counts.guesses.items()}
 
 
 def _blocks(facts: Facts) -> dict[str | tuple[str, ...], int | float]:

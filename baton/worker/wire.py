@@ -14,6 +14,7 @@ from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvLayout
 from baton.engine.core.sampling import FIELDS, RAW, Sampled, SamplingParams, Scored
 from baton.engine.core.sequence import Finish, Sequence
+from baton.engine.core.speculation import UNASKED, Speculation
 from baton.engine.core.thinking import Marks, ThinkingBudget
 from baton.v1 import generation_pb2, worker_pb2
 from kvtransfer.handle import KvHandle, Piece, Wish
@@ -46,7 +47,15 @@ def to_params(job: worker_pb2.Job) -> SamplingParams:
     given["stop_token_ids"] = frozenset(sampling.stop_token_ids)
     form = sampling.structured
     given["structured"] = Grammar(form.kind, form.text, form.strict) if sampling.HasField("structured") else None
-    return SamplingParams(**given, thinking=_to_budget(job.thinking) if job.HasField("thinking") else None)
+    given["thinking"] = _to_budget(job.thinking) if job.HasField("thinking") else None
+    return SamplingParams(**given, speculation=_to_speculation(job))
+
+
+def _to_speculation(job: worker_pb2.Job) -> Speculation:
+    if not (job.HasField("speculation") or job.prediction):
+        return UNASKED
+    told = job.speculation
+    return Speculation(told.method, told.max_tokens if told.HasField("max_tokens") else None, tuple(job.prediction))
 
 
 def _to_budget(told: worker_pb2.ThinkingBudget) -> ThinkingBudget:
@@ -54,8 +63,8 @@ def _to_budget(told: worker_pb2.ThinkingBudget) -> ThinkingBudget:
     return ThinkingBudget(told.max_tokens, marks, told.opened)
 
 
-def to_token(sampled: Sampled) -> worker_pb2.GeneratedToken:
-    return worker_pb2.GeneratedToken(id=sampled.token, logprob=sampled.logprob, top=to_top(sampled))
+def to_token(sampled: Sampled, guessed: bool = False, rejected: int = 0) -> worker_pb2.GeneratedToken:
+    return worker_pb2.GeneratedToken(id=sampled.token, logprob=sampled.logprob, top=to_top(sampled), guessed=guessed, rejected=rejected)
 
 
 def to_prompt_logprobs(first: int, scores: tuple[Scored, ...]) -> generation_pb2.PromptLogprobs:

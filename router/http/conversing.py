@@ -148,5 +148,8 @@ def _content(message: Message, i: int) -> str:
     """An assistant's turn may have none: some clients keep it so when the answer was empty. Raises HttpError."""
     if message.content is None and message.role != "assistant":
         raise bad_value(f"messages[{i}].content", "must be given", "missing_required_parameter")
-    content = message.content or ""
+    return text_of(message.content or "")
+
+
+def text_of(content: str | list[Part]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)

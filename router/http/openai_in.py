@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -23,15 +23,18 @@ from pydantic import (
 
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import NUMBERS
+from baton.engine.core.speculation import UNASKED, Speculation
 from router.backlog import Backlog
 from router.conversation import PLAIN
 from router.http import forms
 from router.http.body import UNSUPPORTED, Body, Boolean, Integer, Number, Rule, String, Whatever, neutral, read, sized
 from router.http.conversing import (
+    Content,
     Conversing,
     Messages,
     conversation,
     setting_of,
+    text_of,
 )
 from router.http.errors import bad_value
 from router.validate import MAX_REQUEST_ID, Ask, AskSampling, Limits
@@ -111,6 +114,18 @@ Prompt = Annotated[
 ]
 
 
+class Speculating(Body):
+    """`baton.v1.Speculation`."""
+
+    method: String = None
+    max_tokens: Integer = None
+
+
+class Predicted(Body):
+    type: Annotated[Literal["content"], Rule('must be "content"')]
+    content: Content
+
+
 class StreamOptions(Body):
     include_usage: Boolean = None
     continuous_usage_stats: Boolean = None
@@ -144,6 +159,7 @@ class Generation(Numbers):  # type: ignore[misc]
     output_so_far: Ids = None
     cache_salt: String = None
     priority: Integer = None
+    speculation: Annotated[Speculating | None, Rule("must be an object")] = None
     user: Whatever = None
     metadata: Whatever = None
     store: Whatever = None
@@ -178,7 +194,7 @@ class Chat(Generation, Conversing):
     function_call: Annotated[Any, neutral("none", "auto")] = None
     modalities: Annotated[Any, neutral(["text"])] = None
     audio: Annotated[Any, neutral()] = None
-    prediction: Annotated[Any, neutral()] = None
+    prediction: Annotated[Predicted | None, Rule("must be an object")] = None
     verbosity: Annotated[Any, neutral("medium")] = None
     web_search_options: Annotated[Any, neutral()] = None
     chat_template: Annotated[Any, neutral()] = None
@@ -244,12 +260,15 @@ def chat(body: bytes, caller: Caller) -> Asked:
         ),
         cache_salt=given.cache_salt or "",
         priority=given.priority or 0,
+        speculation=_speculation(given),
+        predicted_text=None if given.prediction is None else text_of(given.prediction.content),
         sampling=sampling_of(given, forms.read(given), max_tokens=max_tokens, default_max_tokens=CONTEXT, logprobs=logprobs),
         tenant=caller.tenant,
         traceparent=caller.traceparent,
         tracestate=caller.tracestate,
     )
     called = {"chat": "messages", "chat.messages": "messages", "logprobs": "top_logprobs", "max_tokens": limit}
+    called["prediction.text"] = "prediction.content"
     return _asked(given, [ask], caller, chat=True, names=called)
 
 
@@ -272,6 +291,7 @@ def completion(body: bytes, caller: Caller) -> Asked:
             add_special_tokens=given.add_special_tokens,
             cache_salt=given.cache_salt or "",
             priority=given.priority or 0,
+            speculation=_speculation(given),
             sampling=said,
             tenant=caller.tenant,
             traceparent=caller.traceparent,
@@ -310,6 +330,11 @@ def detokenize(body: bytes) -> tuple[Ask, Mapping[str, str]]:
     """Likewise for POST /detokenize."""
     given = read(body, Detokenize)
     return Ask(model=given.model or "", token_ids=tuple(given.tokens)), {"token_ids.ids": "tokens"}
+
+
+def _speculation(given: Generation) -> Speculation:
+    told = given.speculation
+    return UNASKED if told is None else Speculation(told.method or "", told.max_tokens)
 
 
 def sampling_of(given: Body, form: Grammar | None, **more: Any) -> AskSampling:

@@ -47,6 +47,7 @@ class Choice:
     reasoning: list[str] = field(default_factory=list)  # kept like `texts`
     calls: list[tuple[str, str, list[str]]] = field(default_factory=list)  # id, name, pieces of the arguments; likewise
     reasoning_tokens: int = 0
+    predicted: tuple[int, int] = (0, 0)  # tokens of the prediction that it has, and that it does not have
 
     def keep(self, deltas: Sequence[Delta]) -> int:
         """Returns the characters kept."""
@@ -302,7 +303,11 @@ class Writer:
         completion_tokens = sum(choice.completion_tokens for choice in self._choices)
         cached = sum(min(choice.cached_tokens for choice in choices) for choices in prompts)
         thought = sum(choice.reasoning_tokens for choice in self._choices)
-        details = {"completion_tokens_details": {"reasoning_tokens": thought}} if self._asked.chat else {}
+        told = {"reasoning_tokens": thought}
+        if self._asked.asks[0].predicted_text is not None:
+            told["accepted_prediction_tokens"] = sum(choice.predicted[0] for choice in self._choices)
+            told["rejected_prediction_tokens"] = sum(choice.predicted[1] for choice in self._choices)
+        details = {"completion_tokens_details": told} if self._asked.chat else {}
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -335,6 +340,7 @@ class Writer:
                 # Clients read "stop" as a complete document.
                 choice.finish = "tool_calls" if called else "length" if event.incomplete else event.reason
                 choice.reasoning_tokens = event.reasoning_tokens
+                choice.predicted = event.predicted
                 choice.cached_tokens = event.request.trace.cached_tokens
 
     def _sampling(self, choice: Choice) -> _Json:

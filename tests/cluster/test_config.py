@@ -59,6 +59,7 @@ LEGAL = {
     "kv.events_replay": "tcp://127.0.0.1:5558",
     "engine.batching": "static",
     "engine.speculation": "prompt_lookup",
+    "engine.predictions": "false",
     "router.overload": "lifo",
     "router.connection_age_s": "300",
     "router.reflection": "true",

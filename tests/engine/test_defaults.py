@@ -66,6 +66,7 @@ def test_what_is_set_stays_and_has_no_reason(device: DeviceFacts, kind: str) -> 
         "max_num_seqs": 3,
         "max_num_batched_tokens": 77,
         "kv_memory_fraction": 0.5,
+        "speculation_batch_tokens": 9,
     }
     answer = settle(Options.of(Path(), kind=kind, device=device.kind, **mine), device, "bfloat16")
     assert numbers(answer.options) == ("float16", 64, 3, 77, 0.5) and not answer.why
@@ -84,8 +85,9 @@ def test_of_two_bounds_the_open_one_follows_the_other() -> None:
 def test_whatever_was_open_has_a_reason() -> None:
     for device in (CPU, H100):
         why = settle(Options.of(Path(), device=device.kind), device, "bfloat16").why
-        keys = {"block_size", "kv_memory_fraction", "max_num_seqs", "max_num_batched_tokens"}
+        keys = {"block_size", "kv_memory_fraction", "max_num_seqs", "max_num_batched_tokens", "speculation_batch_tokens"}
         assert why.keys() == {"model.dtype", *(f"engine.{key}" for key in keys)} and all(why.values())
-        settled = settle(Options.of(Path(), device=device.kind, speculation="prompt_lookup"), device, "bfloat16")
-        assert settled.why.keys() == why.keys() | {"engine.speculation_batch_tokens"} and settled.options.engine.speculation_batch_tokens
+        for guesses in ({"predictions": False}, {"predictions": False, "speculation": "prompt_lookup"}):
+            settled = settle(Options.of(Path(), device=device.kind, **guesses), device, "bfloat16")
+            assert ("engine.speculation_batch_tokens" in settled.why) == ("speculation" in guesses)
     assert settle(Options.of(Path()), T4, "bfloat16").why["model.dtype"].startswith("the checkpoint is bfloat16, which a GPU of")

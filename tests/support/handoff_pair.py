@@ -18,12 +18,12 @@ from baton.engine.core.contract import Listener
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.loop import EngineLoop
-from baton.engine.core.sampling import Sampled, SamplingParams
+from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner, naive
 from baton.worker.kv_port import KvPort, Place
-from decode_worker.call import Adopted, Event, Finished
+from decode_worker.call import Adopted, Event, Finished, Made
 from decode_worker.worker import DecodeWorker
 from kvtransfer.handle import KvHandle, Piece, Wish, mac_key
 from kvtransfer.importer import Checks, PeerFacts
@@ -188,7 +188,7 @@ class Call:
 
     @property
     def tokens(self) -> list[int]:
-        return [event.token for event in self.events if isinstance(event, Sampled)]
+        return [event.sampled.token for event in self.events if isinstance(event, Made)]
 
     @property
     def adopted(self) -> Adopted:

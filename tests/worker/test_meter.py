@@ -161,6 +161,9 @@ def test_engine_facts_are_read_when_the_metrics_are_read() -> None:
     membership, tracer = SimpleNamespace(reachable=False, reconnects=3), SimpleNamespace(exported=1, dropped=2)
     meter = Meter(book, membership, tracer)  # type: ignore[arg-type]
     facts = Facts(1, 2, 3, 30, 10, 70, 5, 6, Counts(1, 100, 20, 300, 40, 7))
+    for drafted, accepted in ((20, 18), (2, 0)):
+        facts.counts.note_guesses("prompt_lookup", drafted, accepted)
+    facts.counts.note_guesses("mine", 1, 1)
     meter.tell(lambda: facts, 100, 16)
     meter.batch(0.25, 48, 2)
     meter.batch(0.25, 2, 2)
@@ -180,6 +183,9 @@ def test_engine_facts_are_read_when_the_metrics_are_read() -> None:
         "baton_spans_dropped_total": 2,
     }.items():
         assert told(book, name) == {(): value}, name
+    guessed, right = told(book, "baton_engine_drafted_tokens_total"), told(book, "baton_engine_accepted_tokens_total")
+    assert guessed["prompt_lookup", "2"] == 2 and guessed["prompt_lookup", "16"] == 1 and guessed["prompt_lookup", "other"] == 4
+    assert right["prompt_lookup", "2"] == 1 and right["prompt_lookup", "other"] == 2 and right["other", "1"] == 1
     assert not told(book, "baton_registry_reachable")
     facts = replace(facts, running=9)
     assert told(book, "baton_engine_sequences_running") == {(): 9}

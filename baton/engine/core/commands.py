@@ -5,7 +5,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from baton.engine.core.contract import EngineStopped, Facts, Grammars, Listener, Traits, cache_events
@@ -28,7 +27,7 @@ def facts(engine: Engine) -> Facts:
         owned_blocks=engine.pool.num_owned,
         sequences=len(engine.sequences),
         credit_tokens=scheduler.credit_tokens(),
-        counts=replace(engine.counts),
+        counts=engine.counts.copy(),
     )
 
 
@@ -87,6 +86,7 @@ class Commands:
             num_blocks=engine.pool.num_blocks,
             eos_token_ids=runner.eos_token_ids,
             lends=True,
+            offer=engine.drafter.offer,
         )
 
     async def add(self, seq: Sequence) -> None:

@@ -26,6 +26,7 @@ from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import Pool
 from baton.engine.core.masks import Matcher
 from baton.engine.core.sequence import Sequence
+from baton.engine.core.speculation import NOTHING_OFFERED, Offer
 from baton.engine.core.thinking import ThinkingBudget
 
 
@@ -93,6 +94,7 @@ class Traits:
     num_blocks: int  # of the memory that sequences compute in
     eos_token_ids: frozenset[int]
     lends: bool  # whether `pin` can find cached blocks for a peer
+    offer: Offer = NOTHING_OFFERED  # of guesses
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """What guesses the next tokens of a sequence, and how many guesses are worth the step that verifies them. Pure.
 
 A draft is verified by sampling as if there were none (`baton.engine.core.protocol`), so a drafter changes how many steps an output takes,
-and nothing else. A method is a `Drafter`; `Paced` stands before any of them and asks for as many tokens as their acceptance is worth.
+and nothing else. A method is a `Drafter`; `Paced` stands before any of them and asks for as many tokens as their acceptance is worth, and
+`Chosen` before all: it asks the one that a request names.
 
 If a token is accepted with probability a where all before it are, the i-th of a draft becomes output with probability a^i. It is worth
 computing while that is more than what its row adds to the step, as a share of the step (Leviathan et al., "Fast Inference from
@@ -10,10 +11,12 @@ so large that it is bound by computing, the scheduler asks nobody (`Limits.specu
 """
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.engine.core.sequence import Sequence
+from baton.engine.core.speculation import NOTHING_OFFERED, PREDICTION, Offer
 
 ROW_COST = 0.15  # of a step with one row: what one row more adds. Assumed, not measured
 FIRST_ACCEPTANCE = 0.6  # of a sequence of which nothing is known
@@ -32,6 +35,8 @@ class Ask:
 class Drafter:
     """One for all sequences of an engine. This one knows nothing and remembers nothing."""
 
+    name = "other"  # of the method, in metrics
+    offer = NOTHING_OFFERED
     cost = 0.0  # of drafting one token, as a share of a step with one row
 
     @property
@@ -46,6 +51,10 @@ class Drafter:
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
         """For each of `asks`, guesses of what follows, or none. Once a step, for all its sequences: a model drafts them together."""
         return [() for _ in asks]
+
+    def source(self, seq: Sequence) -> str:
+        """Name of the method that has made the last guesses for `seq`."""
+        return self.name
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """So many guesses were verified in a step, and so many of them, the first ones, were what the target said."""
@@ -65,6 +74,7 @@ class Paced(Drafter):
 
     def __init__(self, drafter: Drafter, bound: int) -> None:
         self._drafter = drafter
+        self.name = drafter.name
         self._bound = bound
         self._paces: dict[Sequence, Pace] = {}
 
@@ -101,6 +111,59 @@ class Paced(Drafter):
         """With one token to try again."""
         retry = len(seq.tokens) - pace.drafted_at >= RETRY_TOKENS
         return max(int(retry), tokens_worth(pace.acceptance, ROW_COST + self._drafter.cost, self._bound))
+
+
+class Chosen(Drafter):
+    """Several methods, of which each sequence is guessed for by the one that its request names: by `default` if it names none, or one that
+    another worker had; by nobody if it names `NONE`. What a request predicts goes before what its method guesses."""
+
+    def __init__(self, methods: Mapping[str, Drafter], default: str, bound: int) -> None:
+        """`methods` by name, `PREDICTION` among them and first, if requests may bring one. `bound`: of the guesses in a step."""
+        self.offer = Offer(tuple(dict.fromkeys((default, *reversed([*methods])))), bound)
+        self._methods = dict(methods)
+        self._default = default
+        self._sources: dict[Sequence, str] = {}  # who has made the last guesses for it
+
+    @property
+    def remembered(self) -> int:
+        return max(len(self._sources), *(drafter.remembered for drafter in self._methods.values()), 0)
+
+    def ready(self, seq: Sequence) -> bool:
+        return any(self._methods[name].ready(seq) for name in self._names(seq))
+
+    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        drafts: list[Seq[int]] = [()] * len(asks)
+        names = [self._names(ask.seq) for ask in asks]
+        for name, drafter in self._methods.items():  # the prediction first
+            asked = [i for i in range(len(asks)) if name in names[i] and not drafts[i]]
+            if not asked:
+                continue
+            for i, guesses in zip(asked, drafter.propose([_limited(asks[i]) for i in asked]), strict=True):
+                drafts[i] = guesses
+                self._sources[asks[i].seq] = name
+        return drafts
+
+    def source(self, seq: Sequence) -> str:
+        return self._sources.get(seq, self.name)
+
+    def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        self._methods[self._sources[seq]].observe(seq, drafted, accepted)
+
+    def forget(self, seq: Sequence) -> None:
+        self._sources.pop(seq, None)
+        for drafter in self._methods.values():
+            drafter.forget(seq)
+
+    def _names(self, seq: Sequence) -> list[str]:
+        asked = seq.params.speculation
+        names = [PREDICTION] if asked.prediction else []
+        method = asked.method if asked.method in self.offer.names else self._default
+        return [name for name in (*names, method) if name in self._methods]
+
+
+def _limited(ask: Ask) -> Ask:
+    most = ask.seq.params.speculation.max_tokens
+    return ask if most is None or most >= ask.most else replace(ask, most=most)
 
 
 def tokens_worth(acceptance: float, cost: float, bound: int) -> int:

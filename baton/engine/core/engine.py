@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.drafting import Drafter
@@ -48,6 +48,14 @@ class Output:
     full: tuple[int, ...] = ()
     scores: tuple[Scored, ...] = ()
     scored_at: int = 0  # position of the first of them
+    guessed: bool = False  # the token had been guessed
+    rejected: int = 0  # guesses of its step that did not become output; told with the last token of the step
+
+
+@dataclass(slots=True)
+class Guessed:
+    drafted: int = 0  # guesses that were computed
+    accepted: int = 0  # part of them: they became output
 
 
 @dataclass(slots=True)
@@ -60,8 +68,24 @@ class Counts:
     queried_tokens: int = 0  # tokens of started sequences that were looked up in the prefix cache
     hit_tokens: int = 0  # part of `queried_tokens`: found there
     preemptions: int = 0
-    drafted_tokens: int = 0  # guesses that were computed
-    accepted_tokens: int = 0  # part of `drafted_tokens`: they became output
+    guesses: dict[tuple[str, int], Guessed] = field(default_factory=dict)  # by method and place in the draft, from 1
+
+    def copy(self) -> "Counts":
+        return replace(self, guesses={key: replace(each) for key, each in self.guesses.items()})
+
+    def note_guesses(self, method: str, drafted: int, accepted: int) -> None:
+        for place in range(1, drafted + 1):
+            counted = self.guesses.setdefault((method, place), Guessed())
+            counted.drafted += 1
+            counted.accepted += place <= accepted
+
+    @property
+    def drafted_tokens(self) -> int:
+        return sum(each.drafted for each in self.guesses.values())
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(each.accepted for each in self.guesses.values())
 
 
 class Engine:
@@ -257,7 +281,9 @@ class Engine:
         self._advance(seq, chunk.n)
         if not tokens:
             return [Output(seq, None, full=tuple(seq.blocks[: seq.computed // self.block_size]))] if seq.hold else []
+        method = ""
         if chunk.drafts:
+            method = self.drafter.source(seq)  # it is forgotten with the last token
             self.drafter.observe(seq, len(chunk.drafts), len(tokens) - 1)
         outputs = [self._settle(seq, tokens[0])]
         for token in tokens[1:]:
@@ -265,9 +291,12 @@ class Engine:
                 break
             self._advance(seq, 1)
             outputs.append(self._settle(seq, token))
-        self.counts.drafted_tokens += len(chunk.drafts)
-        self.counts.accepted_tokens += len(outputs) - 1
-        return outputs
+        if not chunk.drafts:
+            return outputs
+        accepted = min(len(tokens) - 1, len(outputs))
+        self.counts.note_guesses(method, len(chunk.drafts), accepted)
+        told = [replace(output, guessed=i < accepted) for i, output in enumerate(outputs)]
+        return [*told[:-1], replace(told[-1], rejected=len(chunk.drafts) - accepted)]
 
     def _land_scored(self, chunk: Chunk, tokens: Tokens) -> list[Output]:
         """A part of the prompt that is computed again after a preemption has been told."""

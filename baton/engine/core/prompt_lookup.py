@@ -63,6 +63,8 @@ def common(tokens: Seq[int], place: int) -> int:
 class PromptLookup(Drafter):
     """Costs next to nothing, and some 130 bytes of memory for a token of a sequence that is here."""
 
+    name = "prompt_lookup"
+
     def __init__(self) -> None:
         self._histories: dict[Sequence, History] = {}
 

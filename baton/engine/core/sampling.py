@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from baton.engine.core.grammar import Grammar
+from baton.engine.core.speculation import UNASKED, Speculation
 from baton.engine.core.thinking import ThinkingBudget
 
 LEAST_TOP_P = 1e-9  # what 0 becomes: samplers search for a share that is more than nothing
@@ -84,9 +85,10 @@ class SamplingParams:
     ignore_eos: bool = False
     structured: Grammar | None = None  # the form of the output; min_tokens and ignore_eos then hold where anything but the end may follow
     thinking: ThinkingBudget | None = None  # from the marks of the model's family, which a client does not know
+    speculation: Speculation = UNASKED  # how it may be guessed; no token depends on it
 
 
-FIELDS = tuple(each.name for each in fields(SamplingParams) if each.name != "thinking")  # those of generation.proto
+FIELDS = tuple(each.name for each in fields(SamplingParams) if each.name not in ("thinking", "speculation"))  # those of generation.proto
 NUMBERS: Mapping[str, Number] = MappingProxyType(
     {each.name: each.metadata["number"] for each in fields(SamplingParams) if "number" in each.metadata}
 )

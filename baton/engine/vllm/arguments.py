@@ -30,7 +30,7 @@ OURS = {  # argument of vLLM → the key of ours that sets it
     "max_num_queued_reqs": "engine.max_queue",
     "max_num_queued_tokens": "engine.max_queue",
 }
-SPECULATION = "vLLM refuses speculation beside a logits processor"
+SPECULATION = "vLLM refuses it beside a logits processor, and Baton's sampler is one: without it no stream would continue exactly"
 SEVERAL = "start several workers instead"
 UTILIZATION = 0.9  # of a GPU's memory, as vLLM's own default
 NOT_BUILT = {  # argument → why it is refused
@@ -44,6 +44,7 @@ NOT_BUILT = {  # argument → why it is refused
     "speculative_config": SPECULATION,
     "spec_method": SPECULATION,
     "spec_model": SPECULATION,
+    "spec_tokens": SPECULATION,
     "data_parallel_size": SEVERAL,
     "data_parallel_size_local": SEVERAL,
     "data_parallel_rank": SEVERAL,

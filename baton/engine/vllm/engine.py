@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -145,7 +145,7 @@ class VllmEngine:
             owned_blocks=total - free,
             sequences=len(desk.sequences),
             credit_tokens=(free - desk.promised_blocks()) * self.pool.layout.block_size,
-            counts=replace(desk.counts),
+            counts=desk.counts.copy(),
         )
 
     async def snapshot(self) -> tuple[int, list[bytes]]:

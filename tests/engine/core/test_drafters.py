@@ -4,6 +4,7 @@ happens to it; and nothing is remembered of one that has left. On the toy, on bo
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,17 @@ from baton.engine.build import build
 from baton.engine.choice import load_runner
 from baton.engine.core import toy
 from baton.engine.core.block_key import root_key
-from baton.engine.core.drafting import RETRY_TOKENS, Ask, Drafter, Paced, tokens_worth
+from baton.engine.core.drafting import RETRY_TOKENS, Ask, Chosen, Drafter, Paced, tokens_worth
 from baton.engine.core.engine import Engine
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.prediction import Prediction
 from baton.engine.core.prompt_lookup import CANDIDATES, LONGEST, NOWHERE, SHORTEST, TAKEN_IN, History, PromptLookup
 from baton.engine.core.protocol import Tokens
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
+from baton.engine.core.speculation import Offer, Speculation
 from baton.engine.core.toy import ToyRunner
 from baton.engine.gpu.overlap import UNKNOWN
 from baton.engine.grammars.library import Vocabulary, compile_grammar
@@ -41,6 +44,7 @@ KINDS = ("engine", "overlap", "tale")
 METHODS: dict[str, Callable[[], Drafter]] = {
     "prompt_lookup": PromptLookup,
     "paced": lambda: Paced(PromptLookup(), 8),
+    "chosen": lambda: Chosen({"prediction": Paced(Prediction(), 8), "prompt_lookup": PromptLookup()}, "prompt_lookup", 8),
 }
 FORM = Grammar("regex", "(abba[a-c]){3,9}")
 WORDS = "The cat sat on the mat. The dog sat on the mat. The cat"
@@ -166,6 +170,48 @@ def test_every_sequence_says_what_it_says_without(method: str, undrafted: Any, f
         preempted, hits = preempted + counts.preemptions, hits + counts.hit_tokens
         assert 0 < counts.accepted_tokens <= counts.drafted_tokens and engine.drafter.remembered == 0
     assert preempted and hits and 0 < aborted < len(wanted)
+
+
+def edited(said: list[Sampled], rng: random.Random) -> tuple[int, ...]:
+    """What a client might have thought: half of it right, with a wrong token, one too many, and one missing."""
+    tokens = [each.token for each in said]
+    for place in sorted((rng.randrange(len(tokens)) for _ in range(3)), reverse=True):
+        tokens[place : place + rng.randrange(2)] = [tokens[0]] * rng.randrange(2)
+    return tuple(tokens) if rng.random() < 0.5 else tuple(reversed(tokens))
+
+
+@pytest.mark.parametrize("method", ["", "none", "prompt_lookup"])
+def test_a_prediction_right_or_wrong_changes_nothing_but_steps(undrafted: Any, folder: Path, method: str) -> None:
+    kind, wanted, _ = undrafted
+    rng, drafter = random.Random(len(method)), METHODS["chosen"]()
+    seqs = crowd(kind, folder)
+    for seq in seqs:
+        seq.params = replace(seq.params, speculation=Speculation(method, 5, edited(wanted[seq.id], rng)))
+    engine = make(kind, drafter)
+    assert serve(engine, seqs, seed=None) == wanted and drafter.remembered == 0
+    counts = {name: sum(one.drafted for (each, _), one in engine.counts.guesses.items() if each == name) for name in drafter.offer.methods}
+    assert counts["prediction"] > 200
+    assert counts["prompt_lookup"] == 0 if method == "none" else counts["prompt_lookup"] > 0 or kind == "overlap"
+    assert max(place for _, place in engine.counts.guesses) <= 5
+
+
+def test_each_token_says_whether_it_was_guessed_and_a_step_how_many_were_not(undrafted: Any, folder: Path) -> None:
+    kind, *_ = undrafted
+    engine, outputs, sizes = make(kind, PromptLookup()), [], dict[Sequence, int]()
+    for seq in crowd(kind, folder):
+        engine.add(seq)
+    while not engine.idle:
+        step = engine.step()
+        outputs += [output for output in step if output.sampled]
+        for seq in {output.seq for output in step}:
+            mine = [output for output in step if output.seq is seq]
+            assert [output.guessed for output in mine] == sorted((output.guessed for output in mine), reverse=True)
+            assert not any(output.rejected for output in mine[:-1])
+            sizes[seq] = max(sizes.get(seq, 0), len(mine))
+    counts = engine.counts
+    assert sum(output.guessed for output in outputs) == counts.accepted_tokens > 5
+    assert sum(output.rejected for output in outputs) == counts.drafted_tokens - counts.accepted_tokens > 50
+    assert max(sizes.values()) > 2
 
 
 def test_wrong_guesses_change_nothing_but_counts(undrafted: Any, folder: Path) -> None:
@@ -362,9 +408,10 @@ def test_a_large_step_gets_no_guesses_and_none_grows_beyond_the_bound() -> None:
 def test_an_engine_drafts_if_the_options_say_so(tmp_path: Path) -> None:
     make_toy(tmp_path)
     options = Options.of(tmp_path, kv_memory_mib=1, max_model_len=128)
-    assert type(build(options).engine.drafter) is Drafter
+    assert type(build(options.but(predictions=False)).engine.drafter) is Drafter
+    assert build(options).engine.drafter.offer.methods == ("none", "prediction")
     engine = build(options.but(speculation="prompt_lookup", speculation_tokens=3)).engine
-    assert isinstance(engine.drafter, Paced) and engine.scheduler.limits.speculation_batch_tokens == 16
+    assert engine.drafter.offer == Offer(("prompt_lookup", "prediction"), 3) and engine.scheduler.limits.speculation_batch_tokens == 16
     params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
     engine.add(Sequence("a", [1, 2, 3], 3, params, root_key("toy")))
     while not engine.idle:

@@ -10,6 +10,7 @@ import pytest
 
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import FIELDS, NUMBERS, Range, SamplingParams
+from baton.engine.core.speculation import UNASKED, Speculation
 from baton.engine.core.thinking import Marks, ThinkingBudget
 from baton.v1 import generation_pb2
 from baton.worker.wire import to_params
@@ -45,6 +46,7 @@ def test_the_engine_receives_what_the_router_resolved() -> None:
         "ignore_eos": True, "logprobs_mode": "processed_logprobs", "prompt_logprobs": 3,
         "structured": Grammar("regex", "a+", False),
         "thinking": ThinkingBudget(3, (Marks("<a>", ("<b>", "c"), (1, 2)), Marks("<d>", ("<e>",), (3,))), True),
+        "speculation": Speculation("none", 2, (4, 5)),
     }  # fmt: skip
     numbers: dict[str, Any] = {name: other(name) for name in NUMBERS}
     params = SamplingParams(**values, **numbers)
@@ -52,6 +54,7 @@ def test_the_engine_receives_what_the_router_resolved() -> None:
     for sent in (params, SamplingParams(max_tokens=1), replace(params, logprobs=0)):
         request: Any = SimpleNamespace(id="r", tokens=[1], prompt_len=1, salt="", params=sent, unscored=True)
         assert to_params(to_job(request)) == sent
+        assert to_params(to_job(request, decodes=False)) == replace(sent, speculation=UNASKED), "no prefill worker guesses"
 
 
 @pytest.mark.parametrize("name", NUMBERS)
