@@ -406,7 +406,7 @@ async def ends() -> Turns:
 
 @place("a scrape of the metrics", "10,000 series")
 async def scrape() -> Turns:
-    metrics.MAX_OPEN = 10_000
+    metrics.MAX_OPEN = 10_000  # type: ignore[attr-defined]
     book = metrics.Book("router", model="m")
     for name in ("baton_router_worker_usable", "baton_router_worker_credit_tokens", "baton_router_worker_waiting_tokens"):
         book.read(name, lambda: {(f"decode-{i}", "decode"): i for i in range(3334)})
