@@ -49,6 +49,8 @@ class Totals:
     met: int  # requests that completed and met every objective that is set
     handoffs: int
     handoff_bytes: int
+    drafted_tokens: int
+    accepted_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,9 @@ class Record:
             "connect": trace.handoff.connect_ms / 1000,
             "read": trace.handoff.read_ms / 1000,
             "verify": trace.handoff.verify_ms / 1000,
+            "drafted_tokens": trace.guesses.drafted,
+            "accepted_tokens": trace.guesses.accepted,
+            "guesses": list(trace.guesses.steps),
             "trace_id": self.trace_id,
             "slo_missed": self.slo_missed,
             "tenant": self.tenant,
@@ -140,7 +145,8 @@ class Journal:
         self, book: Book, tracer: Tracer, model: str, slo: SloConfig, keep: int, wall_clock: Callable[[], float] = time.time
     ) -> None:
         """`keep`: number of records kept."""
-        self._goodput = self._handoffs = self._handoff_bytes = 0  # for `totals`; the metrics count the rest
+        # For `totals`; the metrics count the rest.
+        self._goodput = self._handoffs = self._handoff_bytes = self._drafted = self._accepted = 0
         self.open_entries: dict[Entry, None] = {}  # an ordered set
         self.curves = Curves()
         self._tracer = tracer
@@ -219,6 +225,8 @@ class Journal:
             met=self._goodput,
             handoffs=self._handoffs,
             handoff_bytes=self._handoff_bytes,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
         )
 
     @property
@@ -254,6 +262,8 @@ class Journal:
         self._goodput += outcome == "ok" and missed is None
         self._handoffs += bool(trace.handoff.transport)
         self._handoff_bytes += trace.handoff.bytes
+        self._drafted += trace.guesses.drafted
+        self._accepted += trace.guesses.accepted
         trace.gaps = array("d")  # they are in the histogram now
         span, trace_id = trace.span, trace.span.traceparent[3:35]
         record = Record(

@@ -132,6 +132,8 @@ class Live:
             totals["output_tokens"] += entry.request.made if entry.request else 0
             totals["handoffs"] += bool(handoff.transport)
             totals["handoff_bytes"] += handoff.bytes
+            totals["drafted_tokens"] += entry.trace.guesses.drafted
+            totals["accepted_tokens"] += entry.trace.guesses.accepted
         workers, unlisted = await self._look_at_workers(now, at_workers)
         return {
             "clock": now,
@@ -267,6 +269,7 @@ def _worker(record: WorkerRecord, state: str, requests: Counter[str], silent: fl
         "name": record.name, "role": record.role, "state": state, "incarnation": record.incarnation, "kv_blocks": record.kv_blocks,
         "transport": record.transport, **asdict(record.load), "blocks_in_use": max(0, record.kv_blocks - record.load.free_blocks),
         "requests": dict(requests), "silent": silent, "restarting": restarting, "gpus": [asdict(gpu) for gpu in record.gpus],
+        "speculation": record.speculation[0] if record.speculation else "",
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.stages import STAGES, Stage, itl
 from router.backlog import ENTRY_BYTES, TOP_BYTES, Backlog
 
-MAX_STEPS = 1024  # with guesses, that a record of the request keeps
+MAX_STEPS = 256  # with guesses, that a record of the request keeps
 NEAR_DEADLINE_S = 0.05  # with less time left, another attempt is pointless, and a client that leaves has given up because of its deadline
 
 

@@ -20,6 +20,7 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
+from rich.text import Text
 
 from baton.access.access import DEFAULT_NAME, find
 from baton.access.diagnosis import explain
@@ -173,19 +174,24 @@ def generate(one: OnePrompt, answering: Answering, sampling: object, place: Plac
     with _failing():
         asked = _options(answering, sampling) | {
             "min_tokens": one.min_tokens, "stop": one.stop or None, "ignore_eos": one.ignore_eos or None,
-            "parse_special": False if one.plain else None, **_form(one),
+            "parse_special": False if one.plain else None, **_form(one), **_guesses(one),
         }  # fmt: skip
         with (
             find("grpc", place, identity).client() as client,
             _ask(client, one.prompt, one.chat, **asked) as stream,
             interruptible(stream),
         ):
-            for piece in stream.texts():
+            shown = 0
+            for token in stream:
+                shown += len(token.text)
                 if not one.as_json:
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
+                    _write(token.text, view.guessed(token) if one.show_draft else "")
             result = stream.result
+            if not one.as_json:
+                _write(result.text[shown:])
         print(json.dumps(asdict(result), ensure_ascii=False) if one.as_json else "")
+        if one.show_draft:
+            err.print(f"{result.usage.accepted_tokens} of {result.usage.drafted_tokens} guesses right")
         if one.trace:
             err.print(view.trace(result))
 
@@ -357,6 +363,23 @@ def _form(one: OnePrompt) -> dict[str, Any]:
     if len(given) > 1:
         raise typer.BadParameter("give one of --json-schema, --regex and --choice")
     return given
+
+
+def _guesses(one: OnePrompt) -> dict[str, Any]:
+    """Raises typer.BadParameter for a file that is not text."""
+    try:
+        prediction = one.prediction and one.prediction.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise typer.BadParameter(f"--prediction: {error}") from None
+    return {"prediction": prediction, "speculation": None if one.speculation is None else {"method": one.speculation}}
+
+
+def _write(text: str, style: str = "") -> None:
+    if style:
+        out.print(Text(text, style=style), end="", soft_wrap=True)
+    else:
+        sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _ask(client: Client, prompt: str, chat: bool, **options: Any) -> Stream:

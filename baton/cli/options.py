@@ -67,6 +67,15 @@ class OnePrompt:
     json_schema: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="The answer is JSON for the schema in FILE.")] = None
     regex: Annotated[str | None, typer.Option(help="The answer matches a regular expression.")] = None
     choice: Annotated[list[str] | None, typer.Option(help="The answer is one of these; give each with its own flag.")] = None
+    prediction: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="FILE holds what the answer is expected to be; it only saves time."),
+    ] = None
+    speculation: Annotated[str | None, typer.Option(help="How the answer is guessed: none, or a method that the workers have.")] = None
+    show_draft: Annotated[
+        bool,
+        typer.Option("--show-draft", help="Colour guesses: green what was guessed, red what stands in the place of a wrong guess."),
+    ] = False
     trace: Annotated[bool, typer.Option("--trace", help="Draw the stages of this request.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of streamed text.")] = False
 

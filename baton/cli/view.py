@@ -7,13 +7,15 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from baton.client import Result
+from baton.client import Result, Token
 from baton.terminal import Fitting
 
 STAGE_COLOURS = {"queue": "grey62", "prefill": "deep_sky_blue1", "transfer": "orange1", "decode": "green3"}
 BYPASS_COLOUR = "medium_purple1"
 MARKS = {"queue": "░", "prefill": "▓", "bypass": "▚", "transfer": "▒", "decode": "█"}  # told apart without colours, too
 BAR_WIDTH = 48
+GUESSES_WIDTH = 96
+RIGHT, WRONG = "█", "░"
 CONNECTED_MS = 0.1  # below that, the connection was there
 
 
@@ -31,7 +33,9 @@ def trace(result: Result) -> Group:
     usage = result.usage
     footer = Text(
         f"{total:.1f} ms · prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached) · output {usage.completion_tokens}"
-        f" · {result.finish_reason}" + (f" · {result.workers['retries']} retries" if result.workers["retries"] else ""),
+        f" · {result.finish_reason}"
+        + (f" · {usage.accepted_tokens} of {usage.drafted_tokens} guesses right" if usage.drafted_tokens else "")
+        + (f" · {result.workers['retries']} retries" if result.workers["retries"] else ""),
         style="bold",
     )
     return Group(table, footer)
@@ -59,6 +63,23 @@ def colour(kind: str) -> str:
 
 def legend() -> Text:
     return Text("  ").join(Text.assemble((mark, colour(kind)), f" {kind}") for kind, mark in MARKS.items())
+
+
+def guesses(steps: list[int], accepted: int, drafted: int) -> Text:
+    """Steps of several tokens: accepted guesses and those that were not right, and all in numbers. `steps`: two numbers for each step."""
+    line, room = Text(), GUESSES_WIDTH
+    for right, wrong in zip(steps[::2], steps[1::2], strict=False):
+        if (room := room - right - wrong - 1) < 0:
+            line.append("… ")
+            break
+        line.append(RIGHT * right, style="green")
+        line.append(f"{WRONG * wrong} ", style="red")
+    return line.append(f"{accepted} of {drafted} guesses right")
+
+
+def guessed(token: Token) -> str:
+    """The style of a token's text: as a guess that was right, in the place of one that was not, or as any other."""
+    return "green" if token.guessed else "red underline" if token.rejected else ""
 
 
 def seconds(value: float | None) -> str:
@@ -118,6 +139,9 @@ def status(cluster: dict[str, Any]) -> Group:
     router = cluster["router"]
     head = Text(f"model {cluster['model']} · router pid {router['pid']}, {router['inflight']} in flight, {router['queued']} queued")
     head.append(f" · registry {router['registry']}", style="green" if router["registry"] == "reachable" else "red")
+    methods = {worker["speculation"][0] for worker in cluster["workers"] if worker["speculation"] and "decode" in _serves(worker)}
+    if methods:
+        head.append(f" · guesses: {', '.join(sorted(methods))}")
     table = Fitting(
         ("worker", "serves", "state", "address", "pid", "running", "waiting", "free blocks", "cached", "leases", "transport"),
         left=("worker", "serves", "state", "address", "transport"),
@@ -126,7 +150,7 @@ def status(cluster: dict[str, Any]) -> Group:
         load = worker["load"]
         style = {"ready": "green", "draining": "yellow"}.get(worker["state"], "red")
         table.add_row(
-            worker["name"], "+".join(worker["roles"] or [worker["role"]]), Text(worker["state"], style=style), worker["address"],
+            worker["name"], "+".join(_serves(worker)), Text(worker["state"], style=style), worker["address"],
             str(worker["pid"]), str(load["running"]), str(load["waiting"]), f"{load['free_blocks']}/{worker['kv_blocks']}",
             str(load["cached_blocks"]), str(load["leases"]), worker["transport"],
         )  # fmt: skip
@@ -134,6 +158,10 @@ def status(cluster: dict[str, Any]) -> Group:
     routers = _routers(cluster["routers"]) if len(cluster["routers"]) > 1 else endpoints
     reasons = [Text(f"{worker['name']}: {worker['error']}", style="red") for worker in cluster["workers"] if worker.get("error")]
     return Group(head, routers, table, *reasons, *(_start(start) for start in cluster["starts"]))
+
+
+def _serves(worker: dict[str, Any]) -> list[str]:
+    return worker["roles"] or [worker["role"]]
 
 
 def _start(start: dict[str, Any]) -> Text:

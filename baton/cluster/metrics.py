@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from baton.cluster.metric_table import BY_NAME, MAX_OPEN, OPEN, OTHER, TABLE, Alias, Kind, Metric, Number, Role
+from baton.cluster import metric_table
+from baton.cluster.metric_table import BY_NAME, OPEN, OTHER, TABLE, Alias, Kind, Metric, Number, Role
 
 
 class Counter:
@@ -190,7 +191,7 @@ def bounded(metric: Metric, key: Key, known: Mapping[Key, Hashable]) -> Key:
     values = _values(key)
     if len(values) != len(metric.labels):
         raise ValueError(f"{metric.name} has the labels {list(metric.labels)}, not {len(values)}")
-    full = len(known) >= MAX_OPEN and key not in known
+    full = len(known) >= metric_table.MAX_OPEN and key not in known
     kept = tuple(
         OTHER if (full if allowed is OPEN else value not in allowed) else value
         for value, allowed in zip(values, metric.labels.values(), strict=True)

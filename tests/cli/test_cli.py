@@ -587,7 +587,7 @@ def test_status_is_readable_at_any_terminal_width(width: int) -> None:
     load = {"running": 3, "waiting": 0, "free_blocks": 12345, "cached_blocks": 678, "leases": 2}
     worker = {
         "name": "decode-0", "role": "decode", "roles": ["prefill", "decode"], "state": "ready", "address": "127.0.0.1:34567",
-        "pid": 1234567, "incarnation": 1763790000123456, "kv_blocks": 23456, "transport": "auto", "load": load,
+        "pid": 1234567, "incarnation": 1763790000123456, "kv_blocks": 23456, "transport": "auto", "speculation": ["none"], "load": load,
     }  # fmt: skip
     start = {"name": "decode-1", "step": "compiling kernels", "done": 5, "total": 24, "unit": "", "pid": 42, "host": "b"}
     told = shown(width, workers=[worker], starts=[start])
@@ -600,8 +600,10 @@ def test_status_is_readable_at_any_terminal_width(width: int) -> None:
 def test_status_shows_what_a_worker_serves_not_what_it_was_started_for() -> None:
     load = {"running": 0, "waiting": 0, "free_blocks": 1, "cached_blocks": 0, "leases": 0}
     worker = {"name": "w", "role": "prefill", "state": "ready", "address": "a", "pid": 1, "kv_blocks": 1, "transport": "tcp", "load": load}
+    worker["speculation"] = ["prompt_lookup", "prediction"]
     for roles, told in (([], "prefill"), (["decode"], "decode")):
-        assert shown(180, workers=[{**worker, "roles": roles}]).splitlines()[-1].split()[:2] == ["w", told]
+        lines = shown(180, workers=[{**worker, "roles": roles}]).splitlines()
+        assert lines[-1].split()[:2] == ["w", told] and ("guesses: prompt_lookup" in lines[0]) == (told == "decode")
 
 
 @pytest.mark.parametrize("width", [60, 180])

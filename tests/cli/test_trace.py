@@ -9,7 +9,8 @@ from ended_request import NO_HANDOFF, lap, record
 from rich.console import Console
 
 from baton.cli.trace import LIST_BAR_WIDTH, draw, draw_list
-from baton.cli.view import BAR_WIDTH, MARKS, bar
+from baton.cli.view import BAR_WIDTH, MARKS, bar, guessed
+from baton.client import Token
 
 
 def drawn(told: dict[str, Any]) -> list[str]:
@@ -38,6 +39,19 @@ def test_stages_follow_each_other_without_gaps() -> None:
     assert "d0: nixl, 13 blocks, 26.0 KiB, 2 already there; read 20.0, verified 3.0" in lines[3]
     assert "d0: 30.00 ms a token" in lines[4] and "500.0 ms" in lines[4]
     assert lines[5] == "1000.0 ms · first token after 400.0 ms · prompt 199 tokens (32 cached) · output 21"
+
+
+def test_accepted_and_rejected_guesses_are_drawn_step_by_step() -> None:
+    lines = drawn(record(drafted_tokens=9, accepted_tokens=5, guesses=[3, 1, 0, 3, 2, 0]))
+    assert lines[5] == "███░ ░░░ ██ 5 of 9 guesses right"
+    many = drawn(record(drafted_tokens=800, accepted_tokens=800, guesses=[8, 0] * 100))[5]
+    assert many == "████████ " * 10 + "… 800 of 800 guesses right", "no wider than the screen"
+    assert not any("guesses" in line for line in drawn(record()))
+
+
+def test_text_shows_what_was_guessed_and_what_was_corrected() -> None:
+    tokens = [Token(0, 1, "a"), Token(1, 2, "b", guessed=True), Token(2, 3, "c", rejected=2), Token(3, 4, "d", guessed=True, rejected=1)]
+    assert [guessed(token) for token in tokens] == ["", "green", "red underline", "green"]
 
 
 def test_a_failure_is_drawn_where_it_happened() -> None:

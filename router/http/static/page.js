@@ -90,7 +90,7 @@ function showTotals({ totals, routers }) {
   const { cached_tokens: cached, prompt_tokens: prompt } = totals;
   $("totals").textContent = [
     `Since the ${routers.length > 1 ? "routers" : "router"} started: ${ended || "no request"}`,
-    `${short(totals.output_tokens)} output tokens`,
+    `${short(totals.output_tokens)} output tokens${totals.drafted_tokens ? `, ${short(totals.accepted_tokens)} of ${short(totals.drafted_tokens)} guesses right` : ""}`,
     `${short(prompt)} prompt tokens${prompt ? `, ${percent(cached / prompt)} of them cached` : ""}`,
     `${count(totals.handoffs, "handoff")}, ${bytes(totals.handoff_bytes)} of KV`,
   ].join(" · ");

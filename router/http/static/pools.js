@@ -61,6 +61,7 @@ function detail(worker, used) {
     }[worker.state];
   }
   const more = [`KV ${percent(used)} of ${worker.kv_blocks} blocks in use`, `${worker.cached_blocks} cached`];
+  if (worker.role === "decode" && worker.speculation && worker.speculation !== "none") more.push(`guesses: ${worker.speculation}`);
   if (worker.leases) more.push(count(worker.leases, "lease"));
   if (worker.waiting) more.push(`${worker.waiting} wait in its engine`);
   return more.join(" · ");
