@@ -6,6 +6,7 @@
     python benchmarks/nemesis.py --target decode --how kill --faults 200        one kind of fault, so many times
     python benchmarks/nemesis.py --target decode --how restart                  all decode workers, one after another, with SIGTERM
     python benchmarks/nemesis.py --cancelled 1 --target none --requests 10000   cancels only
+    python benchmarks/nemesis.py --speculation prompt_lookup --predicted 0.5    guesses, also by half of the clients
     python benchmarks/nemesis.py --structured 0.5                  half of the requests ask for a JSON document of a schema
 
 Three routers, two prefill and three decode workers and a Redis on this host; with --hosts, on three network namespaces (root, iproute2):
@@ -40,7 +41,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,8 @@ class Plan:
     structured: float  # likewise
     stops_s: tuple[float, float]
     quiet_s: float  # between two faults
+    speculation: str = ""  # engine.speculation, if it is not to be the default
+    predicted: float = 0.0  # share of the requests that bring a prediction
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,11 @@ class Scene:
 
 
 @contextmanager
-def stage(model: Path, arithmetic: Mapping[str, Any], folder: Path, several: bool) -> Iterator[Scene]:
+def stage(model: Path, arithmetic: Mapping[str, Any], folder: Path, several: bool, speculation: str = "") -> Iterator[Scene]:
     flags = ["--router.replicas", str(ROUTERS), "--router.bypass-tokens", "0", "--engine.threads", "1", "--telemetry.log-format", "json"]
     flags += ["--launcher.restart-backoff-max-s", "1"]  # the patience with a process that keeps dying is not what is measured
+    if speculation:
+        flags += ["--engine.speculation", speculation]
     if arithmetic:
         flags += ["--engine.kv-memory-mib", str(KV_MIB)]
     for name, value in arithmetic.items():
@@ -134,6 +139,8 @@ class Tally:
     retried: int = 0  # attempts that moved to another worker
     resumed: int = 0  # streams that moved to another router
     documents: int = 0  # answers that ended by themselves and are valid
+    drafted: int = 0  # guesses, of whole answers, at the router that finished them
+    accepted: int = 0
     gaps: list[float] = field(default_factory=list)  # the longest of each request: seconds without a token
     faults: defaultdict[str, Faults] = field(default_factory=lambda: defaultdict(Faults))
 
@@ -142,6 +149,7 @@ class Tally:
 class Work:
     prompt: list[int]
     params: dict[str, Any]
+    prediction: list[int] | None = None
 
 
 class ToyOracle:
@@ -189,7 +197,7 @@ class ModelOracle:
         return rng.choice(self._known)[0]
 
     def expected(self, work: Work) -> list[int]:
-        return next(output for known, output in self._known if known is work)
+        return next(output for known, output in self._known if known.prompt is work.prompt)
 
 
 Oracle = ToyOracle | ModelOracle
@@ -213,8 +221,18 @@ async def load(client: AsyncClient, oracle: Oracle, rng: random.Random, plan: Pl
     while not tally.over.is_set() and tally.begun < plan.requests:
         tally.begun += 1
         work = oracle.draw(rng)
+        if rng.random() < plan.predicted:
+            work = replace(work, prediction=edited(await asyncio.to_thread(oracle.expected, work), rng))
         await one(client, oracle, work, rng.randrange(work.params["max_tokens"]) if rng.random() < plan.cancelled else None, tally)
     tally.over.set()
+
+
+def edited(output: list[int], rng: random.Random) -> list[int]:
+    """What a client thinks who does not know of a few edits."""
+    told = list(output)
+    for place in sorted({rng.randrange(len(told)) for _ in range(1 + len(told) // 40)}, reverse=True):
+        told[place : place + rng.randrange(3)] = [told[0]] * rng.randrange(3)
+    return told
 
 
 async def one(client: AsyncClient, oracle: Oracle, work: Work, leave_after: int | None, tally: Tally) -> None:
@@ -223,7 +241,7 @@ async def one(client: AsyncClient, oracle: Oracle, work: Work, leave_after: int 
     form: Grammar | None = work.params.get("structured")
     asked = work.params | ({"structured": form.told()} if form is not None else {})
     try:
-        async with client.generate(token_ids=work.prompt, timeout_s=120, **asked) as stream:
+        async with client.generate(token_ids=work.prompt, timeout_s=120, prediction=work.prediction, **asked) as stream:
             async for token in stream:
                 now = time.monotonic()
                 last, gap = now, max(gap, now - last)
@@ -233,6 +251,8 @@ async def one(client: AsyncClient, oracle: Oracle, work: Work, leave_after: int 
             else:
                 tally.retried += stream.result.workers["retries"]
                 tally.resumed += stream.result.resumes > 0
+                tally.drafted += stream.result.usage.drafted_tokens
+                tally.accepted += stream.result.usage.accepted_tokens
     except GenerateError as error:
         kind = "lost" if got else "refused"
         tally.outcomes[f"{kind} {error.reason or error.code}"] += 1
@@ -368,6 +388,7 @@ def longest_waits(tally: Tally) -> dict[str, float]:
 
 def report(tally: Tally) -> None:
     print(f"\nrequests {tally.outcomes.total()}: {', '.join(f'{name} {count}' for name, count in sorted(tally.outcomes.items()))}")
+    print(f"guesses {tally.drafted}, of them right {tally.accepted}")
     print(f"documents that ended and are valid {tally.documents}")
     print(f"moved to another worker {tally.retried}, to another router {tally.resumed}; left behind: nothing")
     waits = longest_waits(tally)
@@ -393,6 +414,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--cancelled", type=float, default=0.1)
     parser.add_argument("--structured", type=float, default=0.0, help="share of the requests that ask for a JSON document")
+    parser.add_argument("--speculation", default="", help="engine.speculation of the workers")
+    parser.add_argument("--predicted", type=float, default=0.0, help="share of the requests that bring a prediction")
     parser.add_argument("--stops", type=float, nargs=2, default=(0.5, 15.0), metavar="S")
     parser.add_argument("--quiet", type=float, default=3.0, metavar="S", help="between two faults")
     parser.add_argument("--json", type=Path)
@@ -401,13 +424,27 @@ def main() -> None:
     targets = [target for target in options.target or default if target != "none"]
     kinds = [(target, how) for target in targets if target != "host" for how in options.how or ("kill", "stop")]
     kinds += [("host", "cut")] * targets.count("host")
-    same = ("minutes", "requests", "faults", "seed", "model", "type", "tokens", "hosts", "streams", "cancelled", "structured")
+    same = (
+        "minutes",
+        "requests",
+        "faults",
+        "seed",
+        "model",
+        "type",
+        "tokens",
+        "hosts",
+        "streams",
+        "cancelled",
+        "structured",
+        "speculation",
+        "predicted",
+    )
     plan = Plan(**{name: getattr(options, name) for name in same}, kinds=tuple(kinds), stops_s=tuple(options.stops), quiet_s=options.quiet)
     machine = describe()
     print(machine)
     with tempfile.TemporaryDirectory() as folder:
         oracle = ToyOracle(Path(folder), plan) if plan.model == "toy" else ModelOracle(Path(folder), plan)
-        with stage(oracle.path, oracle.arithmetic, Path(folder), plan.hosts) as scene:
+        with stage(oracle.path, oracle.arithmetic, Path(folder), plan.hosts, plan.speculation) as scene:
             tally = asyncio.run(run(scene, oracle, plan))
     report(tally)
     if options.json:
@@ -417,6 +454,7 @@ def main() -> None:
             "retried": tally.retried,
             "resumed": tally.resumed,
             "documents": tally.documents,
+            "guesses": {"drafted": tally.drafted, "accepted": tally.accepted},
             "longest_waits_s": longest_waits(tally),
             "faults": {name: asdict(kind) for name, kind in tally.faults.items()},
         }
