@@ -4,6 +4,7 @@ behind."""
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,8 +61,12 @@ async def test_who_asks_for_no_guesses_gets_the_same_tokens_and_none(four: Clust
     await four.quiet()
 
 
-def test_the_method_in_force_is_told(four: Cluster) -> None:
+def test_the_method_in_force_is_told(four: Cluster, tmp_path: Path) -> None:
     assert {worker["speculation"][0] for worker in four.workers("decode")} == {METHOD}
     assert f"guesses: {METHOD}" in four.baton("status", "--name", four.name).stdout
-    shown = four.baton("generate", "ab", "--max-tokens", "9", "--show-draft", "--ignore-eos", "--name", four.name)
-    assert "guesses right" in shown.stderr and shown.returncode == 0
+    asked = ("generate", "ab", "--max-tokens", "30", "--temperature", "0", "--ignore-eos", "--show-draft", "--name", four.name)
+    told = four.baton(*asked, "--speculation", "none")
+    assert "0 of 0 guesses right" in told.stderr
+    (tmp_path / "told").write_text(told.stdout.removesuffix("\n"))
+    again = four.baton(*asked, "--prediction", str(tmp_path / "told"))
+    assert again.stdout == told.stdout and "guesses right" in again.stderr

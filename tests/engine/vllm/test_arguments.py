@@ -86,6 +86,15 @@ def test_an_argument_that_cannot_be_is_refused_with_the_reason(name: str, why: s
         check(options(vllm={"enforce_eager": True, name: 1}))
 
 
+def test_vllm_itself_has_no_speculation_beside_a_sampler_of_ours() -> None:
+    """The reason for which it is refused: when this fails, try whether a continued stream is exact with it."""
+    logits_processor = pytest.importorskip("vllm.v1.sample.logits_processor")
+    config: Any = SimpleNamespace(speculative_config=object())
+    with pytest.raises(ValueError, match="speculative"):
+        logits_processor.build_logitsprocs(config, "cpu", False, False, ("baton.engine.vllm.sampler:BatonSampler",))
+    assert {name for name in NOT_BUILT if name.startswith("spec")} == {"speculative_config", "spec_method", "spec_model", "spec_tokens"}
+
+
 @pytest.mark.parametrize("name", ["model", "kv_transfer_config", "kv_events_config", "logits_processors", "async_scheduling", "block_size"])
 def test_arguments_that_the_handoff_rests_on_are_among_the_refused(name: str) -> None:
     assert name in OURS or name in NOT_BUILT
