@@ -1,17 +1,23 @@
 """The interpreter accepts more than the compiler, so every kernel is also compiled for real devices, which need not be present."""
 
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
 import pytest
+from all_pairs import EVERY_CASE
 
 from baton.engine.gpu.tiles import SHARED_KIB, Head, Tile, decode_tile, most_shared, prefill_tile, shared_bytes
 
 HERE = Path(__file__).parent
+ENGINE = HERE.parents[2] / "baton" / "engine"
+MOST_KEPT = 16
 CAPABILITIES = (80, 89, 90, 100, 120)
 MOST_SPILLED = 256  # bytes of a thread; a tile that is too large spills thousands
 HOPPER = (9, 0)
@@ -20,21 +26,44 @@ HOPPER = (9, 0)
 @pytest.mark.timeout(1800)  # a minute on two quiet cores
 def test_every_kernel_compiles_for_every_kind_of_chip(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2]), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    environment.pop("TRITON_INTERPRET", None)
-    told = tmp_path / "variants.json"
-    command = [sys.executable, str(HERE / "compile_kernels.py"), "--json", str(told), *map(str, CAPABILITIES)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1790)
-    assert done.returncode == 0, done.stderr[-2000:]
-    print(done.stdout)
+    told = kept()
+    if os.environ.get(EVERY_CASE) or not told.exists():
+        fresh = tmp_path / "variants.json"
+        compile_all(fresh, tmp_path / "cache")
+        keep(fresh, told)
     variants = json.loads(told.read_text())
-    kernels = {
-        line.split("(")[0][4:] for path in (HERE.parents[2] / "baton" / "engine" / "gpu").glob("triton_*.py") for line in launched(path)
-    }
+    kernels = {line.split("(")[0][4:] for path in ENGINE.glob("gpu/triton_*.py") for line in launched(path)}
     assert {(capability, name) for capability, name, *_ in variants} == set(product(CAPABILITIES, kernels))
     for capability, name, shared, _, spilled in variants:
         assert shared <= most_shared(divmod(capability, 10)), (capability, name)
         assert spilled <= MOST_SPILLED, (capability, name)
+
+
+def compile_all(told: Path, cache: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ENGINE.parents[1]), "TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, str(HERE / "compile_kernels.py"), "--json", str(told), *map(str, CAPABILITIES)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1790)
+    assert done.returncode == 0, done.stderr[-2000:]
+    print(done.stdout)
+
+
+def kept() -> Path:
+    """What the compiler said is kept for this user under a key of what it depends on: every source of the engine, and the compiler."""
+    key = hashlib.sha256(f"{sys.version} {version('torch')} {version('triton')} {CAPABILITIES}".encode())
+    for path in (HERE / "compile_kernels.py", *sorted(ENGINE.rglob("*.py"))):
+        key.update(f"{path.relative_to(ENGINE.parents[1])} {path.stat().st_size} ".encode() + path.read_bytes())
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "baton" / "tests" / f"variants-{key.hexdigest()[:24]}.json"
+
+
+def keep(fresh: Path, told: Path) -> None:
+    told.parent.mkdir(parents=True, exist_ok=True)
+    draft = told.with_suffix(f".{os.getpid()}")  # another run must not read half of it
+    shutil.copy(fresh, draft)
+    draft.rename(told)
+    for old in sorted(told.parent.glob("variants-*.json"), key=lambda path: path.stat().st_mtime)[:-MOST_KEPT]:
+        old.unlink(missing_ok=True)
 
 
 def launched(path: Path) -> list[str]:
