@@ -178,7 +178,7 @@ def test_answers_match_plain_attention(backend: type[DeviceAttention]) -> None:
     rng.shuffle(blocks)
     seqs = [Sequence(str(i), [0] * 50, 50, SamplingParams(max_tokens=1), b"", blocks=blocks[12 * i : 12 * i + 12]) for i in range(5)]
     padded = longer = 0
-    for _ in range(30):
+    for _ in range(14):
         batch = [Chunk(seq, rng.choice((1, 1, 1, 7))) for seq in rng.sample(seqs, rng.randint(1, 5)) if seq.computed < 40]
         if not batch:
             break
@@ -194,4 +194,4 @@ def test_answers_match_plain_attention(backend: type[DeviceAttention]) -> None:
             torch.testing.assert_close(ours.attention(layer, q, kv)[:tokens], expected, rtol=1e-4, atol=1e-5)
         for chunk in batch:
             chunk.seq.computed += chunk.n
-    assert padded and longer
+    assert padded and longer and max(seq.computed for seq in seqs) > 4 * BLOCK

@@ -103,23 +103,40 @@ def drain(engine: OverlapEngine) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("way", ["device", "host", "nothing"])
-def test_an_engine_goes_on_from_kv_that_came_either_way(device: torch.device, way: str) -> None:
-    """Negative control: what the host has is taken in, and nobody has copied it there."""
-    prompt = list(range(40, 90))
-    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    alone, prefill, decode = (engine(device) for _ in range(3))
-    whole = Sequence("whole", list(prompt), len(prompt), params, b"")
-    alone.add(whole)
-    drain(alone)
+PROMPT = list(range(40, 90))
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
-    held = Sequence("moved", list(prompt), len(prompt), params, b"", hold=True)
+
+@pytest.fixture(scope="module")
+def whole(device: torch.device) -> list[int]:
+    """What one engine says."""
+    seq = Sequence("whole", list(PROMPT), len(PROMPT), GREEDY, b"")
+    alone = engine(device)
+    alone.add(seq)
+    drain(alone)
+    return seq.tokens
+
+
+@pytest.fixture(scope="module")
+def prefilled(device: torch.device) -> tuple[OverlapEngine, Sequence]:
+    """An engine that holds the KV of the prompt."""
+    held = Sequence("moved", list(PROMPT), len(PROMPT), GREEDY, b"", hold=True)
+    prefill = engine(device)
     prefill.add(held)
     drain(prefill)
-    moved = Sequence("moved", held.tokens[: len(prompt) + 1], len(prompt), params, b"")
+    return prefill, held
+
+
+@pytest.mark.parametrize("way", ["device", "host", "nothing"])
+def test_an_engine_goes_on_from_kv_that_came_either_way(
+    device: torch.device, way: str, whole: list[int], prefilled: tuple[OverlapEngine, Sequence]
+) -> None:
+    """Negative control: what the host has is taken in, and nobody has copied it there."""
+    (prefill, held), decode = prefilled, engine(device)
+    moved = Sequence("moved", held.tokens[: len(PROMPT) + 1], len(PROMPT), GREEDY, b"")
     assert decode.reserve(moved)
     source, target = prefill.runner.pool, decode.runner.pool
-    blocks = held.blocks[: -(-len(prompt) // BLOCK)]
+    blocks = held.blocks[: -(-len(PROMPT) // BLOCK)]
     assert isinstance(source, DevicePool) and isinstance(target, DevicePool)
     there = moved.blocks[: len(blocks)]
     if way == "device":
@@ -130,7 +147,7 @@ def test_an_engine_goes_on_from_kv_that_came_either_way(device: torch.device, wa
             target.staged.array[there] = source.staged.array[blocks]
         target.take_in(there)
     assert (source.digests(blocks) == target.digests(there)) == (way != "nothing")
-    decode.arrive(moved, len(prompt))
+    decode.arrive(moved, len(PROMPT))
     decode.adopt(moved)
     drain(decode)
-    assert (moved.tokens == whole.tokens) == (way != "nothing")
+    assert (moved.tokens == whole) == (way != "nothing")

