@@ -19,8 +19,8 @@ class Matcher(Protocol):
         ...
 
     def mask(self, output: Seq[int]) -> Words | None:
-        """The tokens that may follow `output`, end tokens only where the document is complete. None if `output` itself does not match. No
-        bit is set if nothing may follow, or if the library gave up (`failure`)."""
+        """The tokens that may follow `output`, end tokens only where the document is complete. None if `output` itself does not match.
+        NOTHING, this very object, if nothing may follow, or if the library gave up (`failure`)."""
         ...
 
 
@@ -60,9 +60,6 @@ def stacked(forms: Seq[Words | None], vocab_size: int) -> "np.ndarray[Any, np.dt
     if all(words is None for words in forms):
         return None
     width = -(-vocab_size // WORD)
-    rows = np.full((len(forms), width), -1, np.int32)
-    for row, words in zip(rows, forms, strict=True):
-        if words is not None:
-            row[:] = 0
-            row[: len(words)] = words[:width]
-    return rows
+    every = b"\xff" * (4 * width)
+    told = [every if words is None else words[:width].tobytes().ljust(4 * width, b"\0") for words in forms]
+    return np.frombuffer(bytearray().join(told), np.int32).reshape(len(forms), width)  # bytearray: torch wants memory that may be written

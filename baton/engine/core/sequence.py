@@ -109,7 +109,7 @@ class Sequence:
         if self.matcher is None:
             return None
         words = self.matcher.mask(self.tokens[self.prompt_len :])
-        if words is None or not words.any():
+        if words is None or words is NOTHING:
             return None if self.guessed else NOTHING
         young, ended = self.output_len < self.params.min_tokens, self.params.structured is not None  # an end ends a document for good
         early = self.params.stop_token_ids | eos if young else eos if self.params.ignore_eos and ended else frozenset[int]()

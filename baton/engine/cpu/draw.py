@@ -47,8 +47,14 @@ def _hold(row, words, held):
     """`row` without what `words` do not allow."""
     for w in range(len(words)):
         bits, first = words[w], w * WORD
-        for b in range(min(WORD, len(row) - first)):
-            held[first + b] = row[first + b] if (bits >> b) & 1 else NEVER
+        last = min(first + WORD, len(row))
+        if bits == 0:  # as most of a mask is, or all of its bits are set
+            held[first:last] = NEVER
+        elif bits == -1:
+            held[first:last] = row[first:last]
+        else:
+            for i in range(first, last):
+                held[i] = row[i] if (bits >> (i - first)) & 1 else NEVER
 
 
 @njit

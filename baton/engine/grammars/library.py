@@ -19,7 +19,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.engine.core.grammar import KINDS, Grammar, GrammarRefused
-from baton.engine.core.masks import Matcher, Words, common
+from baton.engine.core.masks import NOTHING, Matcher, Words, common
 from baton.engine.core.thinking import ThinkingBudget
 from baton.engine.facts.tokenizer_files import TokenizerFiles
 from baton.engine.grammars.closing import Closer
@@ -239,23 +239,26 @@ class Follower:
     def mask(self, output: Seq[int]) -> Words | None:
         if not self._follow(output):
             return None
-        words: Words = np.frombuffer(self._at.compute_bitmask(), np.int32)
+        data = self._at.compute_bitmask()
         if self._at.is_error():
             self.failure = _short(self._at.get_error()) or "the grammar is too complex"
             self._restart()
-            return np.zeros_like(words)
-        return words
+            return NOTHING
+        return NOTHING if data == bytes(len(data)) else np.frombuffer(data, np.int32)
 
     def _follow(self, output: Seq[int]) -> bool:
         """Whether the whole output matches. Consumes only what is certain to be accepted: a wrong token would be an error for ever."""
         same = common(self._seen, output)
-        if (back := len(self._seen) - same) and not self._at.rollback(back):
-            self._restart()
-            same = 0
-        del self._seen[same:]
+        if same < len(self._seen):
+            if not self._at.rollback(len(self._seen) - same):
+                self._restart()
+                same = 0
+            del self._seen[same:]
+        if same == len(output):
+            return True
         new = list(output[same:])
-        taken = self._at.try_consume_tokens(new) if new else 0
-        self._seen += new[:taken]
+        taken = self._at.try_consume_tokens(new)
+        self._seen += new if taken == len(new) else new[:taken]
         if self._at.is_error():
             self.failure = _short(self._at.get_error())
             self._restart()
