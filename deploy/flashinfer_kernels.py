@@ -1,10 +1,11 @@
 """Compiles the kernels of FlashInfer that Baton's engine plans, into the installed package, from where they are loaded without a compiler:
 
     python flashinfer_kernels.py tools                                      prints what pip must install first; nothing needs it afterwards
-    python flashinfer_kernels.py compile "8.0 9.0a 10.0a 12.0f" "bfloat16:128 float16:128"        chips, and dtype:head_dim of models
+    python flashinfer_kernels.py compile "8.0 9.0a 10.0a 12.0f" "bfloat16:128 float16:128" [ROOT]    chips, and dtype:head_dim of models
 
-Needs g++ and no GPU. Each dtype and head_dim has a kernel for decoding, one for prefills, and one more for prefills on Hopper. Those for
-windows and capped scores are left out: such a model takes Triton's.
+Below ROOT they have the paths at which FlashInfer looks for them below /; without one, they are put there. Needs g++ and no GPU. Each dtype
+and head_dim has a kernel for decoding, one for prefills, and one more for prefills on Hopper. Those for windows and capped scores are left
+out: such a model takes Triton's.
 """
 
 import os
@@ -33,7 +34,7 @@ def toolkit(folder: Path) -> Path:
     return home
 
 
-def compile(chips: str, models: str) -> None:
+def compile(chips: str, models: str, root: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(
             CUDA_HOME=str(toolkit(Path(folder))),
@@ -56,17 +57,18 @@ def compile(chips: str, models: str) -> None:
         began = time.monotonic()
         build_jit_specs(specs, skip_prebuilt=False)
         for spec in specs:
-            spec.aot_path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(spec.jit_library_path, spec.aot_path)
-            print(f"{spec.aot_path.stat().st_size / 2**20:6.1f} MiB  {spec.name}")
-        print(f"{len(specs)} kernels in {time.monotonic() - began:.0f} s, for {chips}, in {env.FLASHINFER_AOT_DIR}")
+            kernel = root / spec.aot_path.relative_to("/")
+            kernel.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(spec.jit_library_path, kernel)
+            print(f"{kernel.stat().st_size / 2**20:6.1f} MiB  {spec.name}")
+        print(f"{len(specs)} kernels in {time.monotonic() - began:.0f} s, for {chips}, for {env.FLASHINFER_AOT_DIR}")
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["tools"]:
             print(f"cuda-toolkit[{TOOLS}]=={version('cuda-toolkit')}", "ninja")
-        case ["compile", chips, models]:
-            compile(chips, models)
+        case ["compile", chips, models, *root] if len(root) < 2:
+            compile(chips, models, Path(*root or "/"))
         case _:
             sys.exit(__doc__)
