@@ -323,7 +323,7 @@ class HandshakeResponse(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[int] = ..., contract: _Optional[_Union[KvContract, _Mapping]] = ..., transport_address: _Optional[bytes] = ...) -> None: ...
 
 class KvContract(_message.Message):
-    __slots__ = ("model_fingerprint", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim", "layout_version", "parts", "value_dim", "packing", "stored")
+    __slots__ = ("model_fingerprint", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim", "layout_version", "parts", "value_dim", "packing", "stored", "draft")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -335,6 +335,7 @@ class KvContract(_message.Message):
     VALUE_DIM_FIELD_NUMBER: _ClassVar[int]
     PACKING_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     dtype: str
     block_size: int
@@ -346,7 +347,26 @@ class KvContract(_message.Message):
     value_dim: int
     packing: str
     stored: str
-    def __init__(self, model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., layout_version: _Optional[int] = ..., parts: _Optional[int] = ..., value_dim: _Optional[int] = ..., packing: _Optional[str] = ..., stored: _Optional[str] = ...) -> None: ...
+    draft: DraftKv
+    def __init__(self, model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., layout_version: _Optional[int] = ..., parts: _Optional[int] = ..., value_dim: _Optional[int] = ..., packing: _Optional[str] = ..., stored: _Optional[str] = ..., draft: _Optional[_Union[DraftKv, _Mapping]] = ...) -> None: ...
+
+class DraftKv(_message.Message):
+    __slots__ = ("fingerprint", "dtype", "num_layers", "num_kv_heads", "head_dim", "parts", "value_dim")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    VALUE_DIM_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    parts: int
+    value_dim: int
+    def __init__(self, fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., parts: _Optional[int] = ..., value_dim: _Optional[int] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("handle", "request_id")

@@ -11,7 +11,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.rpc import to_status
 from baton.engine.core.block_key import root_key
 from baton.engine.core.grammar import Grammar
-from baton.engine.core.kvcache import KvLayout
+from baton.engine.core.kvcache import DraftKv, KvLayout
 from baton.engine.core.sampling import FIELDS, RAW, Sampled, SamplingParams, Scored
 from baton.engine.core.sequence import Finish, Sequence
 from baton.engine.core.speculation import UNASKED, Speculation
@@ -124,4 +124,5 @@ def pack_layout(layout: KvLayout) -> worker_pb2.KvContract:
 
 
 def unpack_layout(contract: worker_pb2.KvContract) -> KvLayout:
-    return KvLayout(**{f.name: getattr(contract, f.name) for f in fields(KvLayout)})
+    draft = DraftKv(**{f.name: getattr(contract.draft, f.name) for f in fields(DraftKv)}) if contract.HasField("draft") else None
+    return KvLayout(**{f.name: getattr(contract, f.name) for f in fields(KvLayout)} | {"draft": draft})

@@ -1,15 +1,17 @@
 """The KV pool of a worker: one buffer, `[num_blocks, num_layers, parts, num_kv_heads, block_size, head_dim]`.
 
 A block is one contiguous piece: one transfer descriptor, one digest, one file on disk. A tensor-parallel head shard is contiguous
-inside each layer. The pool is plain host memory here; what a block holds is the layout's to say (`KvLayout.views`), and the runner takes
-strided views of it (`baton.engine.model.kv_views`).
+inside each layer. If another model drafts, its keys and values of the same tokens lie in the same block, behind the model's own: whoever
+moves, keeps or drops a block does so with both. The pool is plain host memory here; what a block holds is the layout's to say
+(`KvLayout.views`), and the runner takes strided views of it (`baton.engine.model.kv_views`).
 """
 
 import mmap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from math import lcm
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from xxhash import xxh3_128_digest
@@ -22,6 +24,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int8": 1,
 
 PROBE_BYTES = 4 << 20  # of one probe of a transport: enough to measure a rate, and soon read
 PROBE_BLOCKS = 16  # at most
+LINE = 64  # bytes of a cache line
 PROBE_PIECES = 5  # in a device's pool: one with known content, and one for each way to land in
 
 
@@ -35,6 +38,19 @@ class View(NamedTuple):
     @property
     def nbytes(self) -> int:
         return int(np.prod(self.shape)) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftKv:
+    """The keys and values of what drafts, in the blocks of the model that it drafts for. The fields mean what they mean in `KvLayout`."""
+
+    fingerprint: str  # of the drafting model and its number type
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    parts: int = 2
+    value_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +68,7 @@ class KvLayout:
     value_dim: int = 0  # how many leading numbers of that one vector are the value; 0: all head_dim of them
     packing: str = ""  # how an engine that is not ours arranges the numbers of a (layer, head) within a block; its version and kernels
     stored: str = ""  # type of the numbers in the pool if it is not `dtype`: int8, each token of a head with a float32 scale
+    draft: DraftKv | None = None  # None: nothing that drafts has keys and values
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -59,15 +76,26 @@ class KvLayout:
 
     @property
     def views(self) -> dict[str, View]:
-        """`kv`: the numbers, `[L, P, Hkv, bs, D]`; `scales`, if there are any: what they are multiplied by, `[L, P, Hkv, bs]`."""
-        kv = View(self.stored or self.dtype, self.block_shape, 0)
-        return {"kv": kv, "scales": View("float32", self.block_shape[:-1], kv.nbytes)} if self.stored else {"kv": kv}
+        """`kv`: the numbers, `[L, P, Hkv, bs, D]`; `scales`, if there are any: what they are multiplied by, `[L, P, Hkv, bs]`; `draft`, if
+        another model drafts: its numbers, `[L, P, Hkv, bs, D]` with its own sizes."""
+        found = {"kv": View(self.stored or self.dtype, self.block_shape, 0)}
+        end = found["kv"].nbytes
+        if self.stored:
+            found["scales"] = View("float32", self.block_shape[:-1], end)
+            end += found["scales"].nbytes
+        if self.draft is not None:
+            d = self.draft
+            shape = (d.num_layers, d.parts, d.num_kv_heads, self.block_size, d.head_dim)
+            found["draft"] = View(d.dtype, shape, -(-end // LINE) * LINE)
+        return found
 
     @property
     def block_bytes(self) -> int:
-        """A whole number of rows, so that what one head has in one block is a row of one table over the whole pool."""
-        used = max(view.offset + view.nbytes for view in self.views.values())
-        row = self.block_size * self.head_dim * DTYPE_BYTES[self.stored or self.dtype]
+        """A whole number of rows, so that what one head has in one block is a row of one table over the whole pool; the draft's, too."""
+        views = self.views
+        used = max(view.offset + view.nbytes for view in views.values())
+        rows = (view.shape[-2] * view.shape[-1] * DTYPE_BYTES[view.dtype] for name, view in views.items() if name != "scales")
+        row = lcm(*rows)
         return -(-used // row) * row
 
     @property
@@ -83,11 +111,16 @@ class KvLayout:
 
     def difference(self, other: "KvLayout") -> str | None:
         """The first field that differs, as text that names it, or None."""
-        for f in fields(self):
-            mine, theirs = getattr(self, f.name), getattr(other, f.name)
-            if mine != theirs:
-                return f"{f.name}: {mine!r} here, {theirs!r} there"
-        return None
+        return _difference(self, other) if self != other else None
+
+
+def _difference(mine: Any, theirs: Any) -> str:
+    """Of two unequal objects of one dataclass."""
+    name = next(f.name for f in fields(mine) if getattr(mine, f.name) != getattr(theirs, f.name))
+    here, there = getattr(mine, name), getattr(theirs, name)
+    if isinstance(here, DraftKv) and isinstance(there, DraftKv):
+        return f"{name}.{_difference(here, there)}"
+    return f"{name}: {here!r} here, {there!r} there"
 
 
 @dataclass(frozen=True, slots=True)

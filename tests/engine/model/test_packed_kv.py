@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from baton.engine.choice import load_runner
-from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.kvcache import DraftKv, KvLayout, KvPool
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
@@ -55,9 +56,27 @@ def test_a_layout_says_what_a_block_holds() -> None:
     assert packed.difference(PLAIN) == "stored: 'int8' here, '' there"
 
 
+DRAFT = DraftKv("draft", "float32", 2, 1, 12)
+
+
+def test_a_draft_is_a_part_of_the_block_and_of_what_two_workers_must_agree_on() -> None:
+    drafted = replace(PLAIN, draft=DRAFT)
+    assert drafted.views["kv"] == PLAIN.views["kv"] and drafted.views["draft"].shape == (2, 2, 1, BLOCK, 12)
+    assert drafted.block_bytes % (BLOCK * 16 * 2) == 0 == drafted.block_bytes % (BLOCK * 12 * 4)
+    assert drafted.difference(PLAIN) == f"draft: {DRAFT!r} here, None there" and drafted.difference(drafted) is None
+    fingerprints = {PLAIN.fingerprint, drafted.fingerprint}
+    others: list[tuple[str, Any]] = [("fingerprint", "other"), ("dtype", "bfloat16"), ("num_layers", 3), ("head_dim", 8), ("value_dim", 4)]
+    for field, value in others:
+        other = replace(drafted, draft=replace(DRAFT, **{field: value}))
+        assert drafted.difference(other) == f"draft.{field}: {getattr(DRAFT, field)!r} here, {value!r} there"
+        fingerprints.add(other.fingerprint)
+    assert len(fingerprints) == 7
+
+
+@pytest.mark.parametrize("draft", [None, DRAFT])
 @pytest.mark.parametrize("stored", ["", "int8"])
-def test_views_of_the_memory_do_not_overlap_and_stay_in_their_block(stored: str) -> None:
-    layout = replace(PLAIN, stored=stored)
+def test_views_of_the_memory_do_not_overlap_and_stay_in_their_block(stored: str, draft: DraftKv | None) -> None:
+    layout = replace(PLAIN, stored=stored, draft=draft)
     memory = torch.zeros(3, layout.block_bytes, dtype=torch.uint8)
     for view in views(layout, memory).values():
         before = memory.clone()
