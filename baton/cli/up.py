@@ -185,9 +185,11 @@ def _named(name: str) -> str:
 
 
 def with_model(config: Config) -> Config:
-    """Uses the configured model, or the one that ships with Baton."""
-    path = Path(config.model.path or SHIPPED).resolve()
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
+    """Uses the configured model, or the one that ships with Baton. Processes elsewhere find the folders by their whole paths."""
+    path, engine = Path(config.model.path or SHIPPED).resolve(), config.engine
+    if engine.draft_model is not None:
+        engine = engine.model_copy(update={"draft_model": str(Path(engine.draft_model).resolve())})
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)}), "engine": engine})
 
 
 def _detach(name: str, show: Callable[[str], None]) -> None:

@@ -3,27 +3,26 @@
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from baton.engine.core import toy
-from baton.engine.core.drafting import Chosen, Drafter, Paced
+from baton.engine.core.drafting import Drafter
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvLayout, KvPool
-from baton.engine.core.prediction import Prediction
 from baton.engine.core.progress import Step, tell
-from baton.engine.core.prompt_lookup import PromptLookup
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, OutOfDeviceMemory, Runner
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
-from baton.engine.core.speculation import NONE, PREDICTION
+from baton.engine.core.speculation import NONE
 from baton.engine.defaults import DeviceFacts, settle, stored_dtype
 from baton.engine.facts.fields import Fields
 from baton.engine.facts.fingerprint import check_sums, fingerprint, tokenizer_fingerprint
 from baton.engine.facts.model_facts import context_length
 from baton.engine.machine import available_memory
 from baton.engine.options import Options
+from baton.engine.speculation import draft_kv, exact, make_drafter, pair
 
 log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 256  # more would take longer and gain little
@@ -46,6 +45,8 @@ def check(options: Options) -> None:
     """Raises BuildError, which names the configuration key, for options of which one excludes another."""
     if options.engine.batch_invariant and options.engine.kind != "vllm":
         raise BuildError("engine.batch_invariant is a mode of vLLM; set engine.kind to vllm")
+    if options.engine.draft_model is not None and options.engine.speculation != "draft":
+        raise BuildError("engine.draft_model: needs engine.speculation draft")
     if options.direct and (options.engine.device == "cpu" or options.engine.kind == "vllm"):
         raise BuildError("kv.transport: cuda_ipc needs engine.device cuda and engine.kind baton")
     if options.describes and options.engine.kind != "baton":
@@ -75,6 +76,11 @@ def _build(options: Options) -> Built:
     if not (options.path / "tokenizer.json").is_file():
         raise BuildError(f"model.path: {options.path} holds no tokenizer.json")
     runner, options = _load(options, config)
+    if options.engine.speculation == "draft":
+        try:
+            pair(runner, options)
+        except ValueError as error:
+            raise BuildError(str(error)) from None
     longest = options.model.max_model_len or runner.max_positions
     if longest > runner.max_positions:
         place = context_length(Fields.read(options.path / "config.json")).place
@@ -124,6 +130,10 @@ def pool_bytes(options: Options) -> int:
     config, options = read_config(options.path), settle(options, DeviceFacts("cpu")).options
     dims = config.layers, config.kv_heads, config.head_dim
     layout = KvLayout("", options.model.dtype, options.block_size, *dims, parts=config.kv_parts, value_dim=config.kv_value_dim)
+    try:
+        layout = replace(layout, draft=draft_kv(options))
+    except ValueError as error:
+        raise BuildError(str(error)) from None
     longest = options.model.max_model_len or config.max_positions
     return layout.block_bytes * count_blocks(options, longest, layout.block_bytes, available_memory())
 
@@ -175,18 +185,11 @@ def _on_device(runner: Any, options: Options, longest: int) -> Engine:
 
 def _drafter(options: Options, runner: Runner) -> Drafter | None:
     """Call it when the runner has its pool."""
-    engine, methods = options.engine, dict[str, Drafter]()
-    exact = runner.separates_output or isinstance(runner, toy.ToyRunner)
-    if engine.predictions and exact:
-        methods[PREDICTION] = Prediction()
-    if engine.speculation == "prompt_lookup":
-        methods["prompt_lookup"] = PromptLookup()
-    if engine.speculation != NONE and not exact:
+    if options.engine.speculation != NONE and not exact(runner):
         log.warning(
             "engine.speculation: this arithmetic has other last bits for several tokens in a step than for one, so a token may differ"
         )
-    bound = engine.speculation_tokens
-    return Chosen({name: Paced(method, bound) for name, method in methods.items()}, engine.speculation, bound) if methods else None
+    return make_drafter(options, runner)
 
 
 def _settled(options: Options, config: Mapping[str, Any], device: DeviceFacts) -> Options:

@@ -172,11 +172,20 @@ class EngineOptions(Section):
         "baton.engine.core.scheduler",
     )
     batch_wait_s: float = option(0.5, "Longest wait for a static batch to fill, seconds.", "baton.engine.core.scheduler", ge=0, le=60)
-    speculation: Literal["none", "prompt_lookup"] = option(
+    speculation: Literal["none", "prompt_lookup", "draft"] = option(
         "none",
         "What guesses the next tokens, so that one step yields several; the output stays the same. prompt_lookup: what followed the"
-        " same tokens earlier in the prompt or output.",
-        "baton.engine.build",
+        " same tokens earlier in the prompt or output. draft: what a smaller model says (draft_model); all workers must have it.",
+        "baton.engine.speculation",
+    )
+    draft_model: str | None = option(
+        None,
+        "Folder of the model that drafts, with the same tokenizer. By default the one beside model.path with -draft after its name.",
+        "baton.engine.speculation",
+        min_length=1,
+    )
+    draft_dtype: Literal["auto", "int8", "int4"] = option(
+        "auto", "Type of the draft's matrices, as weight_dtype is of the model's.", "baton.engine.speculation"
     )
     predictions: bool = option(
         True,
@@ -185,7 +194,7 @@ class EngineOptions(Section):
         "baton.engine.build",
     )
     speculation_tokens: int = option(
-        8, "Maximum number of guesses for a sequence in one step; fewer where they were wrong.", "baton.engine.build", ge=1, le=64
+        8, "Maximum number of guesses for a sequence in one step; fewer where they were wrong.", "baton.engine.speculation", ge=1, le=64
     )
     speculation_batch_tokens: int | None = by_device(
         "Guesses fill a step up to so many tokens; one that has them without guesses gets none. auto: 64 on cuda, 16 on a CPU.",

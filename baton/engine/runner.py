@@ -3,15 +3,16 @@
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import chain
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.kvcache import DraftKv, KvLayout, KvPool
 from baton.engine.core.protocol import Chunk, Tokens, accepted
 from baton.engine.facts.fingerprint import fingerprint
 from baton.engine.model.attention import PagedAttention, PagedKv, Span, batch_order, plan
@@ -42,10 +43,34 @@ def ignore_progress(done: int, total: int) -> None:
     """Serves callers that do not follow the load."""
 
 
+class Part(NamedTuple):
+    """A span with its tokens `[n]`, and of how many of them, the last ones, the logits are wanted."""
+
+    span: Span
+    tokens: Seq[int]
+    wants: int
+
+
+class Companion(Protocol):
+    """What has KV of its own in the blocks of a model that it drafts for: `baton.engine.draft_model.DraftModel`."""
+
+    kv: DraftKv
+
+    def attach(self, kv: Tensor) -> None:
+        """`kv` `[N, L, P, Hkv, bs, D]`: its part of every block."""
+        ...
+
+    def follow(self, batch: Seq[Chunk]) -> None:
+        """Computes its KV of the known tokens of a batch that the model has computed, unless it will do so later: `Sequence.drafted` says
+        how far it is. When a chunk of a prompt ends, it is there."""
+        ...
+
+
 class ModelRunner:
     """A `Runner`, made in two steps: `load` the weights, then `attach` the pool. How many blocks fit is decided in between."""
 
     pool: KvPool
+    _memory: Tensor  # of the pool: [num_blocks, block_bytes] uint8
 
     def __init__(self, model: Transformer, layout: KvLayout, device: torch.device) -> None:
         self.model = model
@@ -56,6 +81,7 @@ class ModelRunner:
         self.max_positions = model.config.max_positions
         self._paged: PagedKv | None = None
         self._steps: DecodeSteps | None = None
+        self.draft: Companion | None = None
         self.on_device = device.type != "cpu"
         self.separates_output = False
 
@@ -110,14 +136,31 @@ class ModelRunner:
             raise ValueError(f"the pool does not fit the model: {difference}")
         memory = torch.from_numpy(pool.array) if tensor is None else tensor.view(torch.uint8).view(pool.num_blocks, -1)
         found = views(self.layout, memory)
-        kernels = None if self.layout.stored else self.model.ops.attention  # they read numbers of the model's own type
         self.pool = pool
-        self._paged = paged = PagedKv(found["kv"], self.layout.value_dim, kernels, found.get("scales"), DTYPES[self.layout.dtype])
+        self._memory = memory
+        self.use(found["kv"], found.get("scales"))
+        if self.draft is not None:
+            self.draft.attach(found["draft"])
+
+    def pair(self, draft: Companion) -> None:
+        """`draft` has its KV in the same blocks. Call it before there is a pool."""
+        self.draft = draft
+        self.layout = replace(self.layout, draft=draft.kv)
+
+    def use(self, kv: Tensor, scales: Tensor | None = None) -> None:
+        """Keys and values will live in `kv`; `scales`: what `KvLayout.views` calls so."""
+        kernels = None if self.layout.stored else self.model.ops.attention  # they read numbers of the model's own type
+        self._paged = paged = PagedKv(kv, self.layout.value_dim, kernels, scales, DTYPES[self.layout.dtype])
         self.separates_output = paged.kernels is not None and not self.model.ops.recurring
         if self.model.ops.records and paged.kernels is not None:
             from baton.engine.cpu.decode_steps import DecodeSteps
 
             self._steps = DecodeSteps(self.model, paged)
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether a `Span` may be computed as steps."""
+        return self._paged is not None and self._paged.kernels is not None
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         """See `Runner.run`. Raises NonFiniteLogits if logits are not finite."""
@@ -127,45 +170,46 @@ class ModelRunner:
         if any(chunk.scored for chunk in batch):
             logits, told = _scores(logits, batch)
         sampled = iter(sample(logits, list(chain.from_iterable(rows)), self.eos_token_ids, best, self.model.ops.draw))
+        if self.draft is not None:
+            self.draft.follow(batch)
         found = [accepted(chunk.drafts, [next(sampled) for _ in own]) if own else () for chunk, own in zip(batch, rows, strict=True)]
         return [(*scores, *tokens) for scores, tokens in zip(told, found, strict=True)]
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
         """See `Runner.copy`."""
-        assert self._paged is not None, "attach a pool first"
-        self._paged.pool[target].copy_(self._paged.pool[source])
+        self._memory[target].copy_(self._memory[source])
 
     def run_logits(self, batch: Seq[Chunk]) -> Tensor:
-        """Computes the batch; float32 logits `[R, vocab]`, a row for each position that is scored and each of `Chunk.rows`, in the batch's
-        order."""
+        """Computes the batch; float32 logits `[R, vocab]`, a row for each of `Chunk.rows` in the batch's order, and for all positions of a
+        chunk that scores."""
         logits, best = self._logits(batch)
         return logits if best is None else logits.clone()
 
     def _logits(self, batch: Seq[Chunk]) -> tuple[Tensor, list[int] | None]:
-        """The logits, and what `sampler.greatest` finds in them if it is known. The next step may overwrite them then."""
+        """What `logits_of` finds for the parts of the batch."""
+        return self.logits_of([part for chunk in batch for part in parts_of(chunk, self.takes_steps)])
+
+    def logits_of(self, parts: Seq[Part]) -> tuple[Tensor, list[int] | None]:
+        """Computes the parts. The logits of what they want, in their order, and what `sampler.greatest` finds in them if it is known. The
+        next step may overwrite them then."""
         assert self._paged is not None, "attach a pool first"
-        parts = [(i, span) for i, chunk in enumerate(batch) for span in spans_of(chunk, self._paged.kernels is not None)]
-        if self._steps is not None and all(chunk.n == 1 and chunk.samples for chunk in batch) and all(span.steps for _, span in parts):
-            tokens = list(chain.from_iterable(chunk.tokens for chunk in batch))
-            if (found := self._steps.logits([span for _, span in parts], tokens)) is not None:
+        if self._steps is not None and all(part.span.steps and part.wants == part.span.n for part in parts):
+            tokens = list(chain.from_iterable(part.tokens for part in parts))
+            if (found := self._steps.logits([part.span for part in parts], tokens)) is not None:
                 return found
-        order = batch_order([span for _, span in parts])
-        return self._planned(batch, [parts[i] for i in order], self._paged), None
+        return self._planned(parts, self._paged), None
 
     @torch.inference_mode()
-    def _planned(self, batch: Seq[Chunk], parts: Seq[tuple[int, Span]], paged: PagedKv) -> Tensor:
-        """`parts`: the spans in `batch_order`, each with the index of its chunk."""
-        meta = plan([span for _, span in parts], paged, self.model.config.attention)
+    def _planned(self, parts: Seq[Part], paged: PagedKv) -> Tensor:
+        order = batch_order([part.span for part in parts])
+        meta = plan([parts[i].span for i in order], paged, self.model.config.attention)
         tokens: list[int] = []
-        at: dict[tuple[int, int], int] = {}  # (chunk, its position that is scored or samples) → row
-        for i, span in parts:
-            chunk, first = batch[i], span.start - batch[i].seq.computed
-            end = first + span.n
-            asked = chain(range(first, min(chunk.scored, end)), range(max(first, chunk.n - 1), end if chunk.samples else 0))
-            at |= {(i, each): len(tokens) + each - first for each in asked}
-            tokens += chunk.tokens[first : first + span.n]
-        rows = [at[key] for key in sorted(at)]
+        wanted: dict[int, range] = {}  # part → rows
+        for i in order:
+            tokens += parts[i].tokens
+            wanted[i] = range(len(tokens) - parts[i].wants, len(tokens))
+        rows = [row for i in range(len(parts)) for row in wanted[i]]
         more = more_rows = 0
         if self.model.ops.recurring:
             more, more_rows = rounded_up(len(tokens)) - len(tokens), rounded_up(len(rows)) - len(rows)
@@ -184,18 +228,19 @@ def _scores(logits: Tensor, batch: Seq[Chunk]) -> tuple[Tensor, list[Tokens]]:
         seq, start, count = chunk.seq, chunk.seq.computed + 1, chunk.scored
         known = seq.tokens[start : start + count]
         told.append(tuple(score(logits[row : row + count], known, seq.params.prompt_logprobs or 0)) if count else ())
-        after = row + count + len(chunk.rows)
-        left += range(row + count, after)
-        row = after
+        row += chunk.positions if count else len(chunk.rows)
+        left += range(row - len(chunk.rows), row)
     return logits[left], told
 
 
-def spans_of(chunk: Chunk, exact: bool) -> list[Span]:
+def parts_of(chunk: Chunk, exact: bool) -> list[Part]:
     """A chunk's part of the prompt, and its part of the output with the guesses, which is computed as steps: so what is computed again, or
-    in one step with what follows, has the bits that it had. Without `exact`, one span."""
+    in one step with what follows, has the bits that it had. Without `exact`, one part."""
     seq, start, end = chunk.seq, chunk.seq.computed, chunk.seq.computed + chunk.positions
-    if not exact:
-        return [Span(start, chunk.positions, seq.blocks)]
-    cut = min(max(start, seq.prompt_len), end)
-    parts = (Span(start, cut - start, seq.blocks), Span(cut, end - cut, seq.blocks, steps=True))
-    return [part for part in parts if part.n]
+    cut = min(max(start, seq.prompt_len), end) if exact else end
+    spans = (Span(start, cut - start, seq.blocks), Span(cut, end - cut, seq.blocks, steps=True))
+    sampled = start + chunk.n - 1 if chunk.samples else end
+    tokens, first = chunk.tokens, start if chunk.scored else sampled  # the first position whose logits are wanted
+    return [
+        Part(span, tokens[span.start - start :][: span.n], max(0, span.start + span.n - max(first, span.start))) for span in spans if span.n
+    ]

@@ -60,6 +60,8 @@ LEGAL = {
     "engine.batching": "static",
     "engine.speculation": "prompt_lookup",
     "engine.predictions": "false",
+    "engine.draft_model": "models/y",
+    "engine.draft_dtype": "int4",
     "router.overload": "lifo",
     "router.connection_age_s": "300",
     "router.reflection": "true",

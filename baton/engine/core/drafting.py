@@ -26,7 +26,8 @@ RETRY_TOKENS = 32  # without a draft, before a sequence whose drafts are bad get
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What follows `seq.tokens`? All are known, and those of an earlier question are still there. No more than `most >= 1` guesses."""
+    """What follows `seq.tokens`? All are known, and those of an earlier question are still there. No more than `most >= 1` guesses, for
+    which `seq.blocks` has room."""
 
     seq: Sequence
     most: int
@@ -38,6 +39,7 @@ class Drafter:
     name = "other"  # of the method, in metrics
     offer = NOTHING_OFFERED
     cost = 0.0  # of drafting one token, as a share of a step with one row
+    bound = 64  # tokens that it drafts at most
 
     @property
     def remembered(self) -> int:
@@ -73,21 +75,21 @@ class Paced(Drafter):
     """Asks another drafter for as many tokens as are worth it, `bound` at most."""
 
     def __init__(self, drafter: Drafter, bound: int) -> None:
-        self._drafter = drafter
+        self.drafter = drafter
         self.name = drafter.name
-        self._bound = bound
+        self.bound = min(bound, drafter.bound)
         self._paces: dict[Sequence, Pace] = {}
 
     @property
     def remembered(self) -> int:
-        return max(len(self._paces), self._drafter.remembered)
+        return max(len(self._paces), self.drafter.remembered)
 
     def ready(self, seq: Sequence) -> bool:
-        return self._worth(seq, self._paces.get(seq, Pace())) > 0 and self._drafter.ready(seq)
+        return self._worth(seq, self._paces.get(seq, Pace())) > 0 and self.drafter.ready(seq)
 
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
         asked = {i: Ask(ask.seq, most) for i, ask in enumerate(asks) if (most := self._most(ask))}
-        drafts = dict(zip(asked, self._drafter.propose([*asked.values()]), strict=True)) if asked else {}
+        drafts = dict(zip(asked, self.drafter.propose([*asked.values()]), strict=True)) if asked else {}
         for i in drafts:
             if drafts[i]:
                 self._paces[asks[i].seq].drafted_at = len(asks[i].seq.tokens)
@@ -98,11 +100,11 @@ class Paced(Drafter):
         pace = self._paces[seq]
         for outcome in [1.0] * accepted + [0.0] * (accepted < drafted):
             pace.acceptance += NEWEST * (outcome - pace.acceptance)
-        self._drafter.observe(seq, drafted, accepted)
+        self.drafter.observe(seq, drafted, accepted)
 
     def forget(self, seq: Sequence) -> None:
         self._paces.pop(seq, None)
-        self._drafter.forget(seq)
+        self.drafter.forget(seq)
 
     def _most(self, ask: Ask) -> int:
         return min(ask.most, self._worth(ask.seq, self._paces.setdefault(ask.seq, Pace())))
@@ -110,7 +112,7 @@ class Paced(Drafter):
     def _worth(self, seq: Sequence, pace: Pace) -> int:
         """With one token to try again."""
         retry = len(seq.tokens) - pace.drafted_at >= RETRY_TOKENS
-        return max(int(retry), tokens_worth(pace.acceptance, ROW_COST + self._drafter.cost, self._bound))
+        return max(int(retry), tokens_worth(pace.acceptance, ROW_COST + self.drafter.cost, self.bound))
 
 
 class Chosen(Drafter):
@@ -120,6 +122,7 @@ class Chosen(Drafter):
     def __init__(self, methods: Mapping[str, Drafter], default: str, bound: int) -> None:
         """`methods` by name, `PREDICTION` among them and first, if requests may bring one. `bound`: of the guesses in a step."""
         self.offer = Offer(tuple(dict.fromkeys((default, *reversed([*methods])))), bound)
+        self.bound = bound
         self._methods = dict(methods)
         self._default = default
         self._sources: dict[Sequence, str] = {}  # who has made the last guesses for it

@@ -106,7 +106,8 @@ class Engine:
         self.max_len = max_len  # tokens of one sequence, prompt and output
         self.pool = BlockPool(runner.pool.num_blocks, prefix_caching)
         self.block_size = runner.layout.block_size
-        self.scheduler = Scheduler(self.pool, limits, self.block_size, runner.separates_output and not reuse_output, drafter)
+        separates, draft_kv = runner.separates_output and not reuse_output, runner.layout.draft is not None
+        self.scheduler = Scheduler(self.pool, limits, self.block_size, separates, drafter, draft_kv)
         self.drafter = Drafter() if drafter is None else drafter
         self.sequences: dict[str, Sequence] = {}
         self.counts = Counts()
@@ -159,6 +160,7 @@ class Engine:
         if not seq.computed <= end <= len(seq.tokens):
             raise ValueError(f"sequence {seq.id} has {seq.computed} positions of {len(seq.tokens)}: it cannot have {end} now")
         seq.move("arrive")
+        seq.drafted = end  # what a peer lends has both
         self.scheduler.advance(seq, end)
 
     def adopt(self, seq: Sequence, first: int | None = None) -> None:

@@ -21,7 +21,7 @@ from baton.engine.core.sequence import Sequence
 class Chunk:
     """Compute the KV of `seq.tokens[seq.computed : seq.computed + n]`, and then of the guesses `drafts`; `seq.blocks` has room for all.
 
-    One chunk per sequence and batch, `n >= 1`; with drafts it samples. The runner changes nothing in `seq`.
+    One chunk per sequence and batch, `n >= 1`; with drafts it samples. The runner changes nothing in `seq` but `drafted`.
     """
 
     seq: Sequence

@@ -65,10 +65,17 @@ class Schedule:
 
 class Scheduler:
     def __init__(
-        self, pool: BlockPool, limits: Limits, block_size: int, separates_output: bool = False, drafter: Drafter | None = None
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        block_size: int,
+        separates_output: bool = False,
+        drafter: Drafter | None = None,
+        draft_kv: bool = False,
     ) -> None:
-        """`separates_output`: see `Runner`."""
+        """`separates_output`: see `Runner`. `draft_kv`: a block is full once it has the draft's KV, too."""
         self._drafter = drafter
+        self._draft_kv = draft_kv
         self._separates_output = separates_output
         self.pool = pool
         self.limits = limits
@@ -127,6 +134,7 @@ class Scheduler:
         child.blocks = parent.blocks[:full] + own
         child.sealed = min(parent.sealed, full)
         child.computed = child.began = child.reached = parent.computed
+        child.drafted = min(parent.drafted, parent.computed)
         child.move("admit")
         self.running.append(child)
         return True
@@ -145,14 +153,15 @@ class Scheduler:
         """Takes a sequence's blocks away. Its KV is lost unless the prefix cache keeps it."""
         self.pool.release(seq.blocks)
         seq.blocks = []
-        seq.computed = seq.sealed = 0
+        seq.computed = seq.drafted = seq.sealed = 0
 
     def advance(self, seq: Sequence, computed: int) -> None:
-        """Notes that `seq` now holds the KV of `computed` positions, and seals the blocks that are full."""
+        """Notes that `seq` now holds the KV of `computed` positions, and seals the blocks that are full, with the draft's KV if there is
+        one."""
         seq.computed = computed
         seq.reached = max(seq.reached, computed)
         self.extend_keys(seq)
-        full = computed // self.block_size
+        full = (min(computed, seq.drafted) if self._draft_kv else computed) // self.block_size
         while seq.sealed < full:
             self.pool.seal(seq.blocks[seq.sealed], seq.keys[seq.sealed], self._content(seq) if self.pool.describes else None)
             seq.sealed += 1
@@ -198,7 +207,7 @@ class Scheduler:
             return False
         seq.blocks = self.pool.match(keys) + (self.pool.allocate(fresh) or [])
         seq.sealed = known
-        seq.computed = seq.began = known * self.block_size
+        seq.computed = seq.drafted = seq.began = known * self.block_size
         if seq.reached == 0:
             seq.cached = seq.computed
         seq.reached = max(seq.reached, seq.computed)
@@ -239,20 +248,23 @@ class Scheduler:
         budget = min(budget, self.limits.speculation_batch_tokens - sum(chunk.n for chunk in plan.chunks))
         asks: dict[int, Ask] = {}
         for i, chunk in enumerate(plan.chunks):
-            most = min(budget, chunk.seq.remaining - 1)
-            if self._guessable(chunk) and most > 0:
-                asks[i] = Ask(chunk.seq, most)
+            if self._guessable(chunk) and budget > 0:
+                most = self._room(chunk.seq, min(budget, chunk.seq.remaining - 1, drafter.bound))
+                asks |= {i: Ask(chunk.seq, most)} if most > 0 else {}
         for i, drafts in zip(asks, drafter.propose([*asks.values()]) if asks else (), strict=True):
-            seq, most = asks[i].seq, min(budget, asks[i].most)
-            missing = self._blocks_for(seq.computed + 1 + min(most, len(drafts))) - len(seq.blocks)
-            if missing > 0:
-                seq.blocks += self.pool.allocate(min(missing, self.pool.available)) or []
-            drafts = drafts[: min(most, len(seq.blocks) * self.block_size - seq.computed - 1)]
-            plan.chunks[i] = Chunk(seq, 1, tuple(drafts))
+            drafts = drafts[: min(budget, asks[i].most)]
+            plan.chunks[i] = Chunk(asks[i].seq, 1, tuple(drafts))
             budget -= len(drafts)
 
     def _guessable(self, chunk: Chunk) -> bool:
         return chunk.samples and chunk.n == 1 and not chunk.seq.hold
+
+    def _room(self, seq: Sequence, guesses: int) -> int:
+        """For how many guesses there is room now: who drafts may write KV of its own for them."""
+        missing = self._blocks_for(seq.computed + 1 + guesses) - len(seq.blocks)
+        if missing > 0:
+            seq.blocks += self.pool.allocate(min(missing, self.pool.available)) or []
+        return min(guesses, len(seq.blocks) * self.block_size - seq.computed - 1)
 
     def _content(self, seq: Sequence) -> Content:
         """Of the next block that is sealed."""

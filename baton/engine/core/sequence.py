@@ -55,6 +55,7 @@ class Sequence:
     root: bytes  # parent of the first block key
     hold: bool = False  # prefill worker: keep the blocks after the first token
     computed: int = 0
+    drafted: int = 0  # leading positions of which a draft's KV is in `blocks`, too (see `KvLayout.draft`); at most one more than `computed`
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of the blocks that known tokens fill, as far as the keys have been computed
     sealed: int = 0  # leading blocks that are in the prefix cache

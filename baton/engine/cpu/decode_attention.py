@@ -54,10 +54,10 @@ def _padded(dim):
 @njit
 def _find_keys(table, first, count, block_size, where, dim, at):
     """`at[i]`: where the key at position `first + i` is. The last one is repeated up to a multiple of KEYS; the repeats get no weight."""
-    layers, layer, rows = where
+    apart, layer, rows = where
     i, block, slot = 0, first // block_size, first % block_size
     while i < count:
-        start = (table[block] * layers + layer) * rows * block_size * dim
+        start = table[block] * apart + layer * rows * block_size * dim
         for offset in range(slot, min(block_size, slot + count - i)):
             at[i] = start + offset * dim
             i += 1
@@ -118,7 +118,7 @@ def _divide(sums, dim, totals, out):
 @kernel(
     "keys * kv_heads * dim",
     SUMS,
-    pool=numbers("blocks", "layers", "parts", "kv_heads", "block_size", "dim"),
+    pool=numbers("blocks", "layers", "parts", "kv_heads", "block_size", "dim", strided=1),
     q=numbers("tokens", "heads", "dim", strided=1),
     kv=numbers("tokens", "parts", "kv_heads", "dim", strided=1),
     out=numbers("tokens", "heads * value_dim"),
@@ -132,7 +132,7 @@ def _divide(sums, dim, totals, out):
     scale=REAL,
 )
 def _attend(
-    pool, layers, layer, parts, kv_heads, block_size, q, q_stride0, heads, dim, kv, kv_stride0, out, value_dim, index, size,
+    pool, pool_stride0, layer, parts, kv_heads, block_size, q, q_stride0, heads, dim, kv, kv_stride0, out, value_dim, index, size,
     window, softcap, scale,
 ):  # fmt: skip
     """The first `size` tokens; those of one sequence are neighbours, one position apart. A token's key and value are stored in their
@@ -156,7 +156,7 @@ def _attend(
             if not mine:
                 continue
             if found != b:
-                _find_keys(tables[bases[b] :], length - count, count, block_size, (layers, layer, parts * kv_heads), dim, at)
+                _find_keys(tables[bases[b] :], length - count, count, block_size, (pool_stride0, layer, parts * kv_heads), dim, at)
                 found = b
             key, value = head * head_size, ((parts - 1) * kv_heads + head) * head_size
             token, seen = b, count - 1

@@ -1,0 +1,107 @@
+"""Drafts with a smaller model that has the same tokenizer.
+
+It says what it would say itself, under the same sampling: with the same noise at the same position it draws the target's token more often
+than by chance (the Gumbel-max trick couples two distributions that are alike). The target then verifies all of it in one step (Leviathan et
+al., "Fast Inference from Transformers via Speculative Decoding", 2023).
+
+Its KV lies in the blocks of the target's (`KvLayout.draft`). Of a prompt it is computed together with the target's, so it is handed over
+with it. Of the output it is computed when the next draft is wanted, for all sequences of a step together, and at the latest when the target
+has filled a block: nobody is shown a block that has only one of both. `Sequence.drafted` counts the positions that have it.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from itertools import accumulate
+
+from torch import Tensor
+
+from baton.engine.core.drafting import Ask, Drafter
+from baton.engine.core.kvcache import DraftKv
+from baton.engine.core.protocol import Chunk, NothingToSample
+from baton.engine.core.sampling import Sampled
+from baton.engine.core.sequence import Sequence
+from baton.engine.model.attention import Span
+from baton.engine.model.sampler import sample
+from baton.engine.runner import ModelRunner, Part
+
+FEW = 4  # tokens that are caught up as steps; more are computed as a prompt is
+
+
+class DraftModel(Drafter):
+    """A drafter, and a `Companion` of the runner for which it drafts. It remembers nothing of a sequence but its KV."""
+
+    def __init__(self, runner: ModelRunner, bound: int) -> None:
+        """`runner` has the smaller model, and no pool. `bound`: tokens of a draft at most."""
+        self._runner = runner
+        self.bound = bound
+        own = runner.layout
+        self.kv = DraftKv(own.model_fingerprint, own.dtype, own.num_layers, own.num_kv_heads, own.head_dim, own.parts, own.value_dim)
+
+    def attach(self, kv: Tensor) -> None:
+        self._runner.use(kv)
+
+    def follow(self, batch: Seq[Chunk]) -> None:
+        """See `Companion`. If a decode's block is full, all decodes are caught up: one step of many rows costs less than many of one."""
+        size = self._runner.layout.block_size
+        ends = {chunk.seq: chunk.seq.computed + chunk.n for chunk in batch}
+        prompts = {chunk.seq for chunk in batch if chunk.n > 1 or chunk.seq.hold}
+        due = any(end // size > seq.drafted // size for seq, end in ends.items() if seq not in prompts)
+        late = [seq for seq, end in ends.items() if seq.drafted < end and (due or seq in prompts)]
+        if late:
+            self._runner.logits_of([part(seq, ends[seq], 0) for seq in late])
+            for seq in late:
+                seq.drafted = ends[seq]
+
+    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        """Greedy guesses of a greedy sequence; of another, what the draft would draw."""
+        drafts: list[list[int]] = [[] for _ in asks]
+        seqs = [imagined(ask.seq) for ask in asks]
+        parts = [part(ask.seq, len(ask.seq.tokens), 1, self._runner.takes_steps) for ask in asks]
+        going = list(range(len(asks)))
+        while going:
+            try:
+                said = self._say(parts, [seqs[i] for i in going])
+            except NothingToSample:
+                break
+            for i, token in zip(going, said, strict=True):
+                drafts[i].append(token.token)
+                seqs[i].tokens.append(token.token)
+            going = [i for i in going if len(drafts[i]) < asks[i].most and not self._ends(seqs[i])]
+            parts = [guessed(seqs[i], self._runner.takes_steps) for i in going]
+        for ask in asks:
+            ask.seq.drafted = len(ask.seq.tokens)
+        return list(drafts)
+
+    def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        """The last guess of a draft has no KV: nothing followed it."""
+        seq.drafted += min(accepted, drafted - 1)
+
+    def _say(self, parts: Seq[Part], seqs: Seq[Sequence]) -> list[Sampled]:
+        """The token after each part. Raises NothingToSample."""
+        logits, best = self._runner.logits_of(parts)
+        if len(logits) > len(parts):  # all rows of a recorded step
+            last = [end - 1 for end in accumulate(part.wants for part in parts)]
+            logits, best = logits[last], best and [best[row] for row in last]
+        return sample(logits, seqs, self._runner.eos_token_ids, best, self._runner.model.ops.draw)
+
+    def _ends(self, seq: Sequence) -> bool:
+        """Whether its last token says that nothing follows."""
+        return not seq.params.ignore_eos and seq.tokens[-1] in self._runner.eos_token_ids
+
+
+def imagined(seq: Sequence) -> Sequence:
+    """A copy that guesses may be added to."""
+    params = seq.params if seq.params.logprobs is None else replace(seq.params, logprobs=None)
+    return Sequence(seq.id, [*seq.tokens], seq.prompt_len, params, seq.root, blocks=seq.blocks, matcher=seq.matcher, guessed=True)
+
+
+def guessed(seq: Sequence, steps: bool) -> Part:
+    return Part(Span(len(seq.tokens) - 1, 1, seq.blocks, steps), seq.tokens[-1:], 1)
+
+
+def part(seq: Sequence, end: int, wants: int, steps: bool = False) -> Part:
+    """What is not drafted before `end`, but at least the last token. With `steps`, a few are steps, which give the logits of all."""
+    start = min(seq.drafted, end - 1)
+    n = end - start
+    steps = steps and n <= FEW
+    return Part(Span(start, n, seq.blocks, steps), seq.tokens[start:end], n if steps else wants)

@@ -1,0 +1,84 @@
+"""Makes the drafter that the options name."""
+
+from pathlib import Path
+
+from baton.engine.core.drafting import Chosen, Drafter, Paced
+from baton.engine.core.kvcache import DraftKv
+from baton.engine.core.prediction import Prediction
+from baton.engine.core.prompt_lookup import PromptLookup
+from baton.engine.core.protocol import Runner
+from baton.engine.core.speculation import PREDICTION
+from baton.engine.core.toy import ToyRunner
+from baton.engine.facts.fingerprint import check_sums, tokenizer_fingerprint
+from baton.engine.options import Options
+
+DRAFT = "-draft"  # after the name of a model's folder: the folder of a draft that nobody names
+
+
+def draft_folder(options: Options) -> Path:
+    """The model that drafts. Raises ValueError, which names the key, if nobody names one and none lies beside the model."""
+    if options.engine.draft_model is not None:
+        return Path(options.engine.draft_model)
+    beside = options.path.with_name(options.path.name + DRAFT)
+    if not (beside / "config.json").is_file():
+        raise ValueError(f"engine.draft_model: engine.speculation draft needs one; there is no {beside}")
+    return beside
+
+
+def draft_kv(options: Options) -> DraftKv | None:
+    """What the draft adds to a block, without its fingerprint: known without its weights. Raises ValueError as `draft_folder`."""
+    if options.engine.speculation != "draft":
+        return None
+    from baton.engine.model.config_json import read_config
+
+    c = read_config(draft_folder(options))
+    return DraftKv("", options.model.dtype, c.layers, c.kv_heads, c.head_dim, c.kv_parts, c.kv_value_dim)
+
+
+def pair(runner: Runner, options: Options) -> None:
+    """Loads the draft, and gives it a part of each block of `runner`, which has no pool yet. The options are settled.
+
+    Raises ValueError, which names the key, for a draft that does not fit the model.
+    """
+    from baton.engine.choice import load
+    from baton.engine.draft_model import DraftModel
+    from baton.engine.runner import ModelRunner
+
+    if options.engine.device != "cpu" or not isinstance(runner, ModelRunner):
+        raise ValueError("engine.speculation: draft needs engine.device cpu, and a model that is not the toy")
+    folder, engine = draft_folder(options), options.engine
+    try:
+        check_sums(folder)
+        if tokenizer_fingerprint(folder) != tokenizer_fingerprint(options.path):
+            raise ValueError(f"{folder} has another tokenizer than {options.path}")
+        draft = load(ModelRunner, options.but(path=str(folder), weight_dtype=engine.draft_dtype))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"engine.draft_model: {error}") from None
+    for name in ("vocab_size", "max_positions"):
+        mine, theirs = getattr(runner, name), getattr(draft, name)
+        if theirs != mine if name == "vocab_size" else theirs < (options.model.max_model_len or mine):
+            raise ValueError(f"engine.draft_model: {folder} has a {name} of {theirs}, {options.path} of {mine}")
+    runner.pair(DraftModel(draft, engine.speculation_tokens))
+
+
+def exact(runner: Runner) -> bool:
+    """Whether several tokens in a step have the bits that one has."""
+    return runner.separates_output or isinstance(runner, ToyRunner)
+
+
+def make_drafter(options: Options, runner: Runner) -> Drafter | None:
+    """Call it when the runner has its pool."""
+    engine, methods = options.engine, dict[str, Drafter]()
+    if engine.predictions and exact(runner):
+        methods[PREDICTION] = Prediction()
+    match engine.speculation:
+        case "prompt_lookup":
+            methods["prompt_lookup"] = PromptLookup()
+        case "draft":
+            from baton.engine.draft_model import DraftModel
+            from baton.engine.runner import ModelRunner
+
+            assert isinstance(runner, ModelRunner) and isinstance(runner.draft, DraftModel), "pair them first"
+            methods["draft"] = runner.draft
+    bound = engine.speculation_tokens
+    return Chosen({name: Paced(method, bound) for name, method in methods.items()}, engine.speculation, bound) if methods else None
