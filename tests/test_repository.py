@@ -109,7 +109,10 @@ ARROWS = {
 # Heavy third-party libraries and the only places that may import them.
 HOMES = {
     "torch": (
-        *(f"baton/engine/{name}" for name in ("build.py", "choice.py", "cpu/", "gpu/", "model/", "runner.py", "vllm/")),
+        *(
+            f"baton/engine/{name}"
+            for name in ("build.py", "choice.py", "cpu/", "draft_model.py", "draft_steps.py", "gpu/", "model/", "runner.py", "vllm/")
+        ),
         "baton/models/",
     ),
     "numba": ("baton/engine/cpu/",),

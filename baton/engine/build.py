@@ -45,6 +45,8 @@ def check(options: Options) -> None:
     """Raises BuildError, which names the configuration key, for options of which one excludes another."""
     if options.engine.batch_invariant and options.engine.kind != "vllm":
         raise BuildError("engine.batch_invariant is a mode of vLLM; set engine.kind to vllm")
+    if options.engine.speculation == "draft" and options.engine.kind == "baton" and options.engine.device != "cpu":
+        raise BuildError("engine.speculation: draft needs engine.device cpu")
     if options.engine.draft_model is not None and options.engine.speculation != "draft":
         raise BuildError("engine.draft_model: needs engine.speculation draft")
     if options.direct and (options.engine.device == "cpu" or options.engine.kind == "vllm"):

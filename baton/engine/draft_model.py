@@ -11,18 +11,21 @@ has filled a block: nobody is shown a block that has only one of both. `Sequence
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.kvcache import DraftKv
 from baton.engine.core.protocol import Chunk, NothingToSample
-from baton.engine.core.sampling import Sampled
 from baton.engine.core.sequence import Sequence
 from baton.engine.model.attention import Span
-from baton.engine.model.sampler import sample
+from baton.engine.model.sampler import greatest, sample, takes_greatest
 from baton.engine.runner import ModelRunner, Part
+
+if TYPE_CHECKING:
+    from baton.engine.draft_steps import DraftSteps
 
 FEW = 4  # tokens that are caught up as steps; more are computed as a prompt is
 
@@ -34,11 +37,16 @@ class DraftModel(Drafter):
         """`runner` has the smaller model, and no pool. `bound`: tokens of a draft at most."""
         self._runner = runner
         self.bound = bound
+        self._steps: DraftSteps | None = None
         own = runner.layout
         self.kv = DraftKv(own.model_fingerprint, own.dtype, own.num_layers, own.num_kv_heads, own.head_dim, own.parts, own.value_dim)
 
     def attach(self, kv: Tensor) -> None:
         self._runner.use(kv)
+        if self._runner.model.ops.records and self._runner.takes_steps:
+            from baton.engine.draft_steps import DraftSteps
+
+            self._steps = DraftSteps(self._runner.model, self._runner.paged, self.bound)
 
     def follow(self, batch: Seq[Chunk]) -> None:
         """See `Companion`. If a decode's block is full, all decodes are caught up: one step of many rows costs less than many of one."""
@@ -54,20 +62,8 @@ class DraftModel(Drafter):
 
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
         """Greedy guesses of a greedy sequence; of another, what the draft would draw."""
-        drafts: list[list[int]] = [[] for _ in asks]
-        seqs = [imagined(ask.seq) for ask in asks]
-        parts = [part(ask.seq, len(ask.seq.tokens), 1, self._runner.takes_steps) for ask in asks]
-        going = list(range(len(asks)))
-        while going:
-            try:
-                said = self._say(parts, [seqs[i] for i in going])
-            except NothingToSample:
-                break
-            for i, token in zip(going, said, strict=True):
-                drafts[i].append(token.token)
-                seqs[i].tokens.append(token.token)
-            going = [i for i in going if len(drafts[i]) < asks[i].most and not self._ends(seqs[i])]
-            parts = [guessed(seqs[i], self._runner.takes_steps) for i in going]
+        plain = all(ask.seq.matcher is None and takes_greatest(ask.seq.params) for ask in asks)
+        drafts = self._greedy(asks) if plain else self._drawn(asks)
         for ask in asks:
             ask.seq.drafted = len(ask.seq.tokens)
         return list(drafts)
@@ -76,27 +72,60 @@ class DraftModel(Drafter):
         """The last guess of a draft has no KV: nothing followed it."""
         seq.drafted += min(accepted, drafted - 1)
 
-    def _say(self, parts: Seq[Part], seqs: Seq[Sequence]) -> list[Sampled]:
-        """The token after each part. Raises NothingToSample."""
-        logits, best = self._runner.logits_of(parts)
-        if len(logits) > len(parts):  # all rows of a recorded step
-            last = [end - 1 for end in accumulate(part.wants for part in parts)]
-            logits, best = logits[last], best and [best[row] for row in last]
-        return sample(logits, seqs, self._runner.eos_token_ids, best, self._runner.model.ops.draw)
+    def _greedy(self, asks: Seq[Ask]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in asks]
+        parts = {i: part(ask.seq, len(ask.seq.tokens), 1, self._runner.takes_steps) for i, ask in enumerate(asks)}
+        while parts:
+            for i, tokens in zip(parts, self._greatest([*parts.values()], min(asks[i].most - len(drafts[i]) for i in parts)), strict=True):
+                drafts[i] += tokens
+            parts = {i: self._after(asks[i].seq, drafts[i]) for i in parts if self._goes_on(asks[i], drafts[i])}
+        return [list(takewhile(lambda token: token >= 0, draft)) for draft in drafts]
 
-    def _ends(self, seq: Sequence) -> bool:
-        """Whether its last token says that nothing follows."""
-        return not seq.params.ignore_eos and seq.tokens[-1] in self._runner.eos_token_ids
+    def _greatest(self, parts: Seq[Part], steps: int) -> list[list[int]]:
+        """The likeliest token after each part, or what follows that, too: up to `steps`."""
+        if self._steps is not None and all(part.span.n == 1 for part in parts):
+            spans = [part.span._replace(n=steps) for part in parts]
+            if (found := self._steps.guesses(spans, [part.tokens[0] for part in parts])) is not None:
+                return found
+        logits, best = self._last(parts)
+        return [[token] for token in (greatest(logits).tolist() if best is None else best)]
+
+    def _drawn(self, asks: Seq[Ask]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in asks]
+        seqs = [imagined(ask.seq) for ask in asks]
+        parts = {i: part(ask.seq, len(ask.seq.tokens), 1, self._runner.takes_steps) for i, ask in enumerate(asks)}
+        while parts:
+            logits, best = self._last([*parts.values()])
+            try:
+                said = sample(logits, [seqs[i] for i in parts], self._runner.eos_token_ids, best, self._runner.model.ops.draw)
+            except NothingToSample:
+                break
+            for i, token in zip(parts, said, strict=True):
+                drafts[i].append(token.token)
+                seqs[i].tokens.append(token.token)
+            parts = {i: self._after(asks[i].seq, drafts[i]) for i in parts if self._goes_on(asks[i], drafts[i])}
+        return drafts
+
+    def _last(self, parts: Seq[Part]) -> tuple[Tensor, list[int] | None]:
+        """The logits after each part, and the likeliest token if it is known."""
+        logits, best = self._runner.logits_of(parts)
+        if len(logits) == len(parts):
+            return logits, best
+        last = [end - 1 for end in accumulate(part.wants for part in parts)]  # a recorded step gives all rows
+        return logits[last], best and [best[row] for row in last]
+
+    def _after(self, seq: Sequence, draft: Seq[int]) -> Part:
+        return Part(Span(len(seq.tokens) + len(draft) - 1, 1, seq.blocks, self._runner.takes_steps), draft[-1:], 1)
+
+    def _goes_on(self, ask: Ask, draft: Seq[int]) -> bool:
+        ended = not ask.seq.params.ignore_eos and draft[-1] in self._runner.eos_token_ids
+        return len(draft) < ask.most and draft[-1] >= 0 and not ended
 
 
 def imagined(seq: Sequence) -> Sequence:
     """A copy that guesses may be added to."""
     params = seq.params if seq.params.logprobs is None else replace(seq.params, logprobs=None)
-    return Sequence(seq.id, [*seq.tokens], seq.prompt_len, params, seq.root, blocks=seq.blocks, matcher=seq.matcher, guessed=True)
-
-
-def guessed(seq: Sequence, steps: bool) -> Part:
-    return Part(Span(len(seq.tokens) - 1, 1, seq.blocks, steps), seq.tokens[-1:], 1)
+    return Sequence(seq.id, [*seq.tokens], seq.prompt_len, params, seq.root, matcher=seq.matcher, guessed=True)
 
 
 def part(seq: Sequence, end: int, wants: int, steps: bool = False) -> Part:

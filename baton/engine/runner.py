@@ -14,6 +14,7 @@ from torch import Tensor
 
 from baton.engine.core.kvcache import DraftKv, KvLayout, KvPool
 from baton.engine.core.protocol import Chunk, Tokens, accepted
+from baton.engine.core.sequence import Sequence
 from baton.engine.facts.fingerprint import fingerprint
 from baton.engine.model.attention import PagedAttention, PagedKv, Span, batch_order, plan
 from baton.engine.model.checkpoint import Checkpoint, expected_tensors
@@ -21,7 +22,7 @@ from baton.engine.model.config_json import read_config
 from baton.engine.model.kv_views import DTYPES, views
 from baton.engine.model.memory import keep_memory, return_memory
 from baton.engine.model.ops import Ops
-from baton.engine.model.sampler import sample, score
+from baton.engine.model.sampler import sample, score, takes_greatest
 from baton.engine.model.sizes import rounded_up
 from baton.engine.model.transformer import Transformer
 from baton.engine.options import Options
@@ -158,13 +159,18 @@ class ModelRunner:
             self._steps = DecodeSteps(self.model, paged)
 
     @property
+    def paged(self) -> PagedKv:
+        assert self._paged is not None, "attach a pool first"
+        return self._paged
+
+    @property
     def takes_steps(self) -> bool:
         """Whether a `Span` may be computed as steps."""
-        return self._paged is not None and self._paged.kernels is not None
+        return self.paged.kernels is not None
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         """See `Runner.run`. Raises NonFiniteLogits if logits are not finite."""
-        rows = [chunk.rows for chunk in batch]
+        rows = [rows_of(chunk) for chunk in batch]
         logits, best = self._logits(batch)
         told: list[Tokens] = [()] * len(batch)
         if any(chunk.scored for chunk in batch):
@@ -193,12 +199,11 @@ class ModelRunner:
     def logits_of(self, parts: Seq[Part]) -> tuple[Tensor, list[int] | None]:
         """Computes the parts. The logits of what they want, in their order, and what `sampler.greatest` finds in them if it is known. The
         next step may overwrite them then."""
-        assert self._paged is not None, "attach a pool first"
         if self._steps is not None and all(part.span.steps and part.wants == part.span.n for part in parts):
             tokens = list(chain.from_iterable(part.tokens for part in parts))
             if (found := self._steps.logits([part.span for part in parts], tokens)) is not None:
                 return found
-        return self._planned(parts, self._paged), None
+        return self._planned(parts, self.paged), None
 
     @torch.inference_mode()
     def _planned(self, parts: Seq[Part], paged: PagedKv) -> Tensor:
@@ -231,6 +236,12 @@ def _scores(logits: Tensor, batch: Seq[Chunk]) -> tuple[Tensor, list[Tokens]]:
         row += chunk.positions if count else len(chunk.rows)
         left += range(row - len(chunk.rows), row)
     return logits[left], told
+
+
+def rows_of(chunk: Chunk) -> list[Sequence]:
+    """`Chunk.rows`, or for rows of which the greatest logit is the answer, whatever was said before, the sequence itself."""
+    plain = chunk.drafts and chunk.seq.matcher is None and takes_greatest(chunk.seq.params)
+    return [chunk.seq] * (1 + len(chunk.drafts)) if plain else chunk.rows
 
 
 def parts_of(chunk: Chunk, exact: bool) -> list[Part]:

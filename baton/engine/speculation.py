@@ -42,22 +42,24 @@ def pair(runner: Runner, options: Options) -> None:
     """
     from baton.engine.choice import load
     from baton.engine.draft_model import DraftModel
+    from baton.engine.model.config_json import read_config
     from baton.engine.runner import ModelRunner
 
-    if options.engine.device != "cpu" or not isinstance(runner, ModelRunner):
-        raise ValueError("engine.speculation: draft needs engine.device cpu, and a model that is not the toy")
-    folder, engine = draft_folder(options), options.engine
+    if not isinstance(runner, ModelRunner):
+        raise ValueError("engine.speculation: draft: the toy has none")
+    folder, engine, longest = draft_folder(options), options.engine, options.model.max_model_len or runner.max_positions
     try:
         check_sums(folder)
+        config = read_config(folder)
         if tokenizer_fingerprint(folder) != tokenizer_fingerprint(options.path):
             raise ValueError(f"{folder} has another tokenizer than {options.path}")
+        if config.vocab != runner.vocab_size:
+            raise ValueError(f"{folder} has a vocabulary of {config.vocab} tokens, the model has {runner.vocab_size}")
+        if config.max_positions < longest:
+            raise ValueError(f"{folder} has a context of {config.max_positions} tokens, a sequence may have {longest}")
         draft = load(ModelRunner, options.but(path=str(folder), weight_dtype=engine.draft_dtype))
     except (ValueError, OSError) as error:
         raise ValueError(f"engine.draft_model: {error}") from None
-    for name in ("vocab_size", "max_positions"):
-        mine, theirs = getattr(runner, name), getattr(draft, name)
-        if theirs != mine if name == "vocab_size" else theirs < (options.model.max_model_len or mine):
-            raise ValueError(f"engine.draft_model: {folder} has a {name} of {theirs}, {options.path} of {mine}")
     runner.pair(DraftModel(draft, engine.speculation_tokens))
 
 

@@ -54,7 +54,7 @@ def sample(
     forms = {i: words for i, seq in enumerate(seqs) if seq.matcher is not None and (words := seq.words(eos_token_ids)) is not None}
     if empty := [seqs[i].id for i, words in forms.items() if words is NOTHING]:
         raise NothingAllowed(empty)
-    if all(_takes_greatest(seq.params) for seq in seqs) and all(allows(words, best[i]) for i, words in forms.items()):
+    if all(takes_greatest(seq.params) for seq in seqs) and all(allows(words, best[i]) for i, words in forms.items()):
         return [Sampled(token) for token in best]
     return _sample(logits, best, seqs, eos_token_ids, draw or draw_plainly, forms)
 
@@ -66,7 +66,7 @@ def greatest(logits: Tensor) -> Tensor:
     return ids.where(logits.gather(1, ids[:, None])[:, 0].isfinite(), -1)
 
 
-def _takes_greatest(p: SamplingParams) -> bool:
+def takes_greatest(p: SamplingParams) -> bool:
     """Whether the greatest logit alone is the answer."""
     adjusts = p.logit_bias or p.min_tokens or p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
     return p.temperature < GREEDY_BELOW and p.logprobs is None and not adjusts
