@@ -154,7 +154,7 @@ HOMES = {
 PURE = (
     "baton/engine/defaults.py",
     "baton/engine/core/arrivals.py", "baton/engine/core/scheduler.py", "baton/engine/core/blocks.py", "baton/engine/core/sequence.py",
-    "baton/engine/core/drafting.py", "baton/engine/core/prompt_lookup.py",
+    "baton/engine/core/drafting.py", "baton/engine/core/prompt_lookup.py", "baton/engine/core/step_costs.py",
     "baton/engine/core/grammar.py", "baton/engine/core/masks.py", "baton/engine/core/thinking.py", "baton/engine/grammars/closing.py",
     "baton/engine/grammars/keywords.py", "baton/engine/grammars/repetition.py",
     "baton/stages.py", "kvtransfer/lease.py",
@@ -365,6 +365,7 @@ OTHER_CLOCKS = {
     "baton/launch/redis_server.py": "starts before there is a loop",
     "baton/engine/core/loop.py": "the engine's thread",
     "baton/engine/vllm/": "vLLM's processes and threads",
+    "baton/engine/measure_steps.py": "times steps before there is a loop",
     "baton/engine/cpu/": "waits for another process, and times products, where no loop is",
     "kvtransfer/tcp_": "threads of the transport",
     "kvtransfer/nixl_transport.py": "threads of the transport",

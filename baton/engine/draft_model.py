@@ -20,6 +20,8 @@ from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.kvcache import DraftKv
 from baton.engine.core.protocol import Chunk, NothingToSample
 from baton.engine.core.sequence import Sequence
+from baton.engine.core.step_costs import Line
+from baton.engine.measure_steps import measured
 from baton.engine.model.attention import Span
 from baton.engine.model.sampler import greatest, sample, takes_greatest
 from baton.engine.runner import ModelRunner, Part
@@ -38,6 +40,7 @@ class DraftModel(Drafter):
         self._runner = runner
         self.bound = bound
         self._steps: DraftSteps | None = None
+        self._line = Line(((1, 0.0), (2, 0.0)))  # seconds of a step by its sequences, once it is measured
         own = runner.layout
         self.kv = DraftKv(own.model_fingerprint, own.dtype, own.num_layers, own.num_kv_heads, own.head_dim, own.parts, own.value_dim)
 
@@ -67,6 +70,18 @@ class DraftModel(Drafter):
         for ask in asks:
             ask.seq.drafted = len(ask.seq.tokens)
         return list(drafts)
+
+    def seconds(self, sequences: int) -> float:
+        return self._line.at(sequences)
+
+    def measure(self, most: int) -> Line:
+        """Measures its step for up to `most` sequences. No record refers to what it leaves in the pool's first block."""
+
+        def run(sequences: int) -> None:
+            self._greatest([Part(Span(0, 1, [0], self._runner.takes_steps), [0], 1)] * sequences, 1)
+
+        self._line = measured(run, most)
+        return self._line
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """The last guess of a draft has no KV: nothing followed it."""

@@ -197,7 +197,7 @@ class EngineOptions(Section):
         8, "Maximum number of guesses for a sequence in one step; fewer where they were wrong.", "baton.engine.speculation", ge=1, le=64
     )
     speculation_batch_tokens: int | None = by_device(
-        "Guesses fill a step up to so many tokens; one that has them without guesses gets none. auto: 64 on cuda, 16 on a CPU.",
+        "Guesses fill a step up to so many tokens; one that has them without guesses gets none. auto: 64.",
         "baton.engine.core.scheduler",
         ge=1,
         le=1_048_576,

@@ -1,6 +1,9 @@
 """Makes the drafter that the options name."""
 
+import json
+import logging
 from pathlib import Path
+from typing import Any
 
 from baton.engine.core.drafting import Chosen, Drafter, Paced
 from baton.engine.core.kvcache import DraftKv
@@ -8,10 +11,13 @@ from baton.engine.core.prediction import Prediction
 from baton.engine.core.prompt_lookup import PromptLookup
 from baton.engine.core.protocol import Runner
 from baton.engine.core.speculation import PREDICTION
+from baton.engine.core.step_costs import ASSUMED
 from baton.engine.core.toy import ToyRunner
 from baton.engine.facts.fingerprint import check_sums, tokenizer_fingerprint
+from baton.engine.measure_steps import step_line
 from baton.engine.options import Options
 
+log = logging.getLogger(__name__)
 DRAFT = "-draft"  # after the name of a model's folder: the folder of a draft that nobody names
 
 
@@ -69,8 +75,10 @@ def exact(runner: Runner) -> bool:
 
 
 def make_drafter(options: Options, runner: Runner) -> Drafter | None:
-    """Call it when the runner has its pool."""
+    """Call it when the runner has its pool, and the engine does not run yet: steps are measured, if there is a method. For what clients
+    predict alone, nobody waits for that."""
     engine, methods = options.engine, dict[str, Drafter]()
+    most, bound, said = engine.limits.max_num_seqs, engine.speculation_tokens, dict[str, Any]()
     if engine.predictions and exact(runner):
         methods[PREDICTION] = Prediction()
     match engine.speculation:
@@ -82,5 +90,9 @@ def make_drafter(options: Options, runner: Runner) -> Drafter | None:
 
             assert isinstance(runner, ModelRunner) and isinstance(runner.draft, DraftModel), "pair them first"
             methods["draft"] = runner.draft
-    bound = engine.speculation_tokens
-    return Chosen({name: Paced(method, bound) for name, method in methods.items()}, engine.speculation, bound) if methods else None
+            said["draft"] = runner.draft.measure(most).points
+    if not methods:
+        return None
+    step = ASSUMED if engine.speculation == "none" or isinstance(runner, ToyRunner) else step_line(runner, most)
+    log.info("how many guesses a step gets follows from: %s", json.dumps({"step": step.points, **said}))
+    return Chosen({name: Paced(method, bound, step) for name, method in methods.items()}, engine.speculation, bound)

@@ -2,8 +2,10 @@
 That the output stays the same, `core/test_drafters` shows."""
 
 import json
+import logging
 import random
 import shutil
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from functools import cache
@@ -27,6 +29,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits, Scheduler
 from baton.engine.core.sequence import Sequence, State
 from baton.engine.draft_model import DraftModel
+from baton.engine.measure_steps import BUDGET_S, measured
 from baton.engine.model.kv_views import views
 from baton.engine.options import Options
 from baton.engine.runner import ModelRunner, Part
@@ -213,8 +216,25 @@ def alter(file: Path, **values: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
-def test_the_draft_beside_the_model_is_taken_and_has_its_part_of_the_pool(pair: Path) -> None:
+def test_what_is_measured_grows_with_the_count_and_takes_a_bounded_time() -> None:
+    sizes: list[int] = []
+    assert [count for count, _ in measured(sizes.append, 20).points] == [1, 2, 4, 8, 16]
+    seconds = [seconds for _, seconds in measured(lambda count: time.sleep(0.01 if count == 1 else 0.0), 32).points]
+    assert seconds == sorted(seconds) and seconds[0] >= 0.01
+    slow: list[int] = []
+
+    def wait(count: int) -> None:
+        slow.append(count)
+        time.sleep(BUDGET_S)
+
+    assert [count for count, _ in measured(wait, 64).points] == [1, 8] and len(slow) == 4
+
+
+def test_the_draft_beside_the_model_is_taken_and_has_its_part_of_the_pool(pair: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     built = build(options(pair, draft_dtype="int8"))
+    (table,) = (json.loads(line.partition(": ")[2]) for line in caplog.messages if line.startswith("how many guesses"))
+    assert {"step", "draft"} == table.keys() and all(seconds > 0 for line in table.values() for _, seconds in line)
     runner = built.engine.runner
     assert runner.layout.draft is not None and runner.layout.draft.fingerprint != loaded(DRAFT).layout.model_fingerprint
     assert runner.pool.nbytes == pool_bytes(options(pair)) and built.engine.runner.layout.views["draft"].shape == (2, 2, 1, BLOCK, 32)

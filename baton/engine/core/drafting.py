@@ -4,21 +4,17 @@ A draft is verified by sampling as if there were none (`baton.engine.core.protoc
 and nothing else. A method is a `Drafter`; `Paced` stands before any of them and asks for as many tokens as their acceptance is worth, and
 `Chosen` before all: it asks the one that a request names.
 
-If a token is accepted with probability a where all before it are, the i-th of a draft becomes output with probability a^i. It is worth
-computing while that is more than what its row adds to the step, as a share of the step (Leviathan et al., "Fast Inference from
-Transformers via Speculative Decoding", 2023, section 3). The share holds for steps that are bound by reading the weights; where a step is
-so large that it is bound by computing, the scheduler asks nobody (`Limits.speculation_batch_tokens`).
+How many are worth it, `baton.engine.core.step_costs` says: it follows from the acceptance of each sequence, and from what steps take.
 """
 
-import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import NOTHING_OFFERED, PREDICTION, Offer
+from baton.engine.core.step_costs import ASSUMED, Line, allot
 
-ROW_COST = 0.15  # of a step with one row: what one row more adds. Assumed, not measured
 FIRST_ACCEPTANCE = 0.6  # of a sequence of which nothing is known
 NEWEST = 1 / 8  # weight of the newest verified token in the estimate
 RETRY_TOKENS = 32  # without a draft, before a sequence whose drafts are bad gets one of one token
@@ -31,6 +27,7 @@ class Ask:
 
     seq: Sequence
     most: int
+    rows: int = 1  # that the step has without guesses
 
 
 class Drafter:
@@ -38,7 +35,6 @@ class Drafter:
 
     name = "other"  # of the method, in metrics
     offer = NOTHING_OFFERED
-    cost = 0.0  # of drafting one token, as a share of a step with one row
     bound = 64  # tokens that it drafts at most
 
     @property
@@ -58,6 +54,10 @@ class Drafter:
         """Name of the method that has made the last guesses for `seq`."""
         return self.name
 
+    def seconds(self, sequences: int) -> float:
+        """What it takes to guess one token for each of so many sequences."""
+        return 0.0
+
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """So many guesses were verified in a step, and so many of them, the first ones, were what the target said."""
 
@@ -74,9 +74,11 @@ class Pace:
 class Paced(Drafter):
     """Asks another drafter for as many tokens as are worth it, `bound` at most."""
 
-    def __init__(self, drafter: Drafter, bound: int) -> None:
+    def __init__(self, drafter: Drafter, bound: int, step: Line = ASSUMED) -> None:
+        """`step`: seconds of a step by its rows."""
         self.drafter = drafter
         self.name = drafter.name
+        self._step = step
         self.bound = min(bound, drafter.bound)
         self._paces: dict[Sequence, Pace] = {}
 
@@ -85,10 +87,11 @@ class Paced(Drafter):
         return max(len(self._paces), self.drafter.remembered)
 
     def ready(self, seq: Sequence) -> bool:
-        return self._worth(seq, self._paces.get(seq, Pace())) > 0 and self.drafter.ready(seq)
+        """As if it were alone in the step."""
+        return any(self._worth([Ask(seq, self.bound)])) and self.drafter.ready(seq)
 
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
-        asked = {i: Ask(ask.seq, most) for i, ask in enumerate(asks) if (most := self._most(ask))}
+        asked = {i: replace(asks[i], most=most) for i, most in enumerate(self._worth(asks)) if most}
         drafts = dict(zip(asked, self.drafter.propose([*asked.values()]), strict=True)) if asked else {}
         for i in drafts:
             if drafts[i]:
@@ -106,13 +109,18 @@ class Paced(Drafter):
         self._paces.pop(seq, None)
         self.drafter.forget(seq)
 
-    def _most(self, ask: Ask) -> int:
-        return min(ask.most, self._worth(ask.seq, self._paces.setdefault(ask.seq, Pace())))
-
-    def _worth(self, seq: Sequence, pace: Pace) -> int:
-        """With one token to try again."""
-        retry = len(seq.tokens) - pace.drafted_at >= RETRY_TOKENS
-        return max(int(retry), tokens_worth(pace.acceptance, ROW_COST + self.drafter.cost, self.bound))
+    def _worth(self, asks: Seq[Ask]) -> list[int]:
+        """How many guesses each gets. One whose guesses were bad gets one from time to time, where a good one would be worth it."""
+        if not asks:
+            return []
+        paces, rows = [self._paces.setdefault(ask.seq, Pace()) for ask in asks], asks[0].rows
+        most, drafting = [min(ask.most, self.bound) for ask in asks], self.drafter.seconds(len(asks)) / len(asks)
+        counts = allot([pace.acceptance for pace in paces], most, rows, self._step, drafting)
+        pays = any(counts) or any(allot([1.0], [1], rows, self._step, drafting))
+        return [
+            count or int(pays and len(ask.seq.tokens) - pace.drafted_at >= RETRY_TOKENS)
+            for count, ask, pace in zip(counts, asks, paces, strict=True)
+        ]
 
 
 class Chosen(Drafter):
@@ -167,10 +175,3 @@ class Chosen(Drafter):
 def _limited(ask: Ask) -> Ask:
     most = ask.seq.params.speculation.max_tokens
     return ask if most is None or most >= ask.most else replace(ask, most=most)
-
-
-def tokens_worth(acceptance: float, cost: float, bound: int) -> int:
-    """The largest i up to `bound` with `acceptance ** i >= cost`, for a cost between 0 and 1."""
-    if acceptance < cost:
-        return 0
-    return bound if acceptance >= 1 else min(bound, int(math.log(cost) / math.log(acceptance)))

@@ -245,12 +245,13 @@ class Scheduler:
 
     def _add_guesses(self, plan: Schedule, budget: int, drafter: Drafter) -> None:
         """Gives the decodes guesses out of what is left of the budget. Nobody loses a block for a guess."""
-        budget = min(budget, self.limits.speculation_batch_tokens - sum(chunk.n for chunk in plan.chunks))
+        rows = sum(chunk.n for chunk in plan.chunks)
+        budget = min(budget, self.limits.speculation_batch_tokens - rows)
         asks: dict[int, Ask] = {}
         for i, chunk in enumerate(plan.chunks):
             if self._guessable(chunk) and budget > 0:
                 most = self._room(chunk.seq, min(budget, chunk.seq.remaining - 1, drafter.bound))
-                asks |= {i: Ask(chunk.seq, most)} if most > 0 else {}
+                asks |= {i: Ask(chunk.seq, most, rows)} if most > 0 else {}
         for i, drafts in zip(asks, drafter.propose([*asks.values()]) if asks else (), strict=True):
             drafts = drafts[: min(budget, asks[i].most)]
             plan.chunks[i] = Chunk(asks[i].seq, 1, tuple(drafts))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from baton.engine.build import build
 from baton.engine.choice import load_runner
 from baton.engine.core import toy
 from baton.engine.core.block_key import root_key
-from baton.engine.core.drafting import RETRY_TOKENS, Ask, Chosen, Drafter, Paced, tokens_worth
+from baton.engine.core.drafting import RETRY_TOKENS, Ask, Chosen, Drafter, Paced
 from baton.engine.core.engine import Engine
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvPool
@@ -32,6 +33,7 @@ from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import Offer, Speculation
+from baton.engine.core.step_costs import Line, allot
 from baton.engine.core.toy import ToyRunner
 from baton.engine.draft_model import DraftModel
 from baton.engine.gpu.overlap import UNKNOWN
@@ -208,7 +210,7 @@ def test_a_prediction_right_or_wrong_changes_nothing_but_steps(undrafted: Any, f
     engine = make(kind, drafter)
     assert serve(engine, seqs, seed=None) == wanted and drafter.remembered == 0
     counts = {name: sum(one.drafted for (each, _), one in engine.counts.guesses.items() if each == name) for name in drafter.offer.methods}
-    assert counts["prediction"] > 200
+    assert counts["prediction"] > 100
     assert counts["prompt_lookup"] == 0 if method == "none" else counts["prompt_lookup"] > 0 or kind == "overlap"
     assert max(place for _, place in engine.counts.guesses) <= 5
 
@@ -347,11 +349,38 @@ def test_the_longest_match_counts_and_of_equal_ones_the_latest() -> None:
     assert ask(PromptLookup(), Sequence("a", [9, 1, 2, 3, 1, 2], 6, SamplingParams(max_tokens=9), b""), 7) == [3, 1, 2, 3, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("acceptance", "bound", "worth"), [(1.0, 8, 8), (0.9, 30, 18), (0.8, 8, 8), (0.5, 8, 2), (0.2, 8, 1), (0.1, 8, 0), (0.0, 8, 0)]
-)
-def test_less_acceptance_is_worth_fewer_tokens(acceptance: float, bound: int, worth: int) -> None:
-    assert tokens_worth(acceptance, 0.15, bound) == worth
+STEPS = Line(((1, 100.0), (2, 110.0), (4, 130.0), (8, 230.0), (16, 460.0), (32, 920.0)))  # from 4 rows on, a row takes its full share
+
+
+def test_a_line_is_interpolated_and_goes_on() -> None:
+    assert [STEPS.at(count) for count in (1, 2, 3, 6, 32, 64)] == [100, 110, 120, 180, 920, 1840]
+    assert Line(((1, 3.0), (8, 3.0))).at(100) == 3.0
+
+
+@pytest.mark.parametrize(("chance", "worth"), [(1.0, 8), (0.9, 3), (0.8, 3), (0.5, 2), (0.2, 1), (0.09, 0), (0.0, 0)])
+def test_less_acceptance_is_worth_fewer_tokens(chance: float, worth: int) -> None:
+    assert allot([chance], [8], 1, STEPS, 0.0) == [worth]
+
+
+def test_what_steps_take_decides_how_many_guesses_there_are() -> None:
+    for rows in (8, 20, 200):
+        assert allot([0.95] * 8, [8] * 8, rows, STEPS, 0.0) == [0] * 8, "bound by computing"
+    assert allot([0.9] * 2, [3, 1], 2, Line(((1, 100.0), (2, 100.0))), 0.0) == [3, 1]
+    flat = Line(((1, 100.0), (32, 131.0)))
+    assert [allot([0.9], [8], 1, flat, drafting)[0] for drafting in (0.0, 30.0, 95.0)] == [8, 5, 0], "a dear draft is shorter"
+
+
+@pytest.mark.parametrize("chances", [(0.2,), (0.5,), (0.7,), (0.85,), (0.95,), (0.3, 0.9, 0.6), (0.8, 0.8, 0.1)])
+def test_no_other_choice_gives_more_tokens_a_second(chances: tuple[float, ...]) -> None:
+    step, most = Line(((1, 100.0), (2, 104.0), (4, 114.0), (8, 150.0), (16, 300.0))), 8
+
+    def rate(counts: Seq[int], drafting: float) -> float:
+        tokens = sum(chance**i for chance, count in zip(chances, counts, strict=True) for i in range(count + 1))
+        return tokens / (step.at(len(chances) + sum(counts)) + sum(counts) * drafting)
+
+    for drafting in (0.0, 5.0, 25.0):
+        best = max(rate(counts, drafting) for counts in product(range(most + 1), repeat=len(chances)))
+        assert rate(allot(chances, [most] * len(chances), len(chances), step, drafting), drafting) == pytest.approx(best)
 
 
 class Always(Drafter):
@@ -368,7 +397,7 @@ def test_bad_drafts_end_and_are_tried_again_and_good_ones_grow() -> None:
         if drafts:
             paced.observe(seq, len(drafts), 0)
         seq.tokens.append(1)
-    assert asked[0] == 3 and asked[20] == 0 and max(asked[20:]) == 1 and 7 <= sum(asked[40:]) <= 300 // RETRY_TOKENS
+    assert asked[0] == 2 and asked[20] == 0 and max(asked[20:]) == 1 and 7 <= sum(asked[40:]) <= 300 // RETRY_TOKENS
     for _ in range(5 * RETRY_TOKENS):
         if drafts := ask(paced, seq, 20):
             paced.observe(seq, len(drafts), len(drafts))
@@ -379,9 +408,10 @@ def test_bad_drafts_end_and_are_tried_again_and_good_ones_grow() -> None:
 def test_what_comes_after_the_first_wrong_guess_says_nothing() -> None:
     for drafted in (1, 8):
         seq, paced = Sequence("a", [1, 2, 3], 3, SamplingParams(max_tokens=9), b""), Paced(Always(), 8)
-        assert len(ask(paced, seq, 20)) == 3
-        paced.observe(seq, drafted, 0)
         assert len(ask(paced, seq, 20)) == 2
+        for _ in range(3):
+            paced.observe(seq, drafted, 0)
+        assert len(ask(paced, seq, 20)) == 1
 
 
 def in_flight(drafter: Drafter | None, count: int = 1, ways: Seq[Any] = ({"temperature": 0.0},), **limits: Any) -> int:
@@ -429,7 +459,7 @@ def test_an_engine_drafts_if_the_options_say_so(tmp_path: Path) -> None:
     assert type(build(options.but(predictions=False)).engine.drafter) is Drafter
     assert build(options).engine.drafter.offer.methods == ("none", "prediction")
     engine = build(options.but(speculation="prompt_lookup", speculation_tokens=3)).engine
-    assert engine.drafter.offer == Offer(("prompt_lookup", "prediction"), 3) and engine.scheduler.limits.speculation_batch_tokens == 16
+    assert engine.drafter.offer == Offer(("prompt_lookup", "prediction"), 3) and engine.scheduler.limits.speculation_batch_tokens == 64
     params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
     engine.add(Sequence("a", [1, 2, 3], 3, params, root_key("toy")))
     while not engine.idle:

@@ -1,0 +1,49 @@
+"""Measures how long steps of several sizes take, when a worker starts: `baton.engine.core.step_costs` decides by it."""
+
+import time
+from collections.abc import Callable
+from itertools import accumulate
+
+from baton.engine.core.protocol import Chunk, Runner
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sequence import Sequence
+from baton.engine.core.step_costs import Line
+
+SIZES = (1, 8, 2, 4, 16, 32)  # the first two are always measured
+BUDGET_S = 0.5  # for one line
+TIMES = 5  # at most; the least counts, for other work can only add to it
+KNOWN = 48  # tokens of a sequence that is measured
+
+
+def step_line(runner: Runner, most: int) -> Line:
+    """Seconds of `runner.run` by rows, up to `most`. No record refers to what it leaves in the pool's first blocks, which all sequences
+    share: they are the same."""
+    known = min(KNOWN, runner.pool.num_blocks * runner.layout.block_size) - 1
+    blocks = list(range(-(-(known + 1) // runner.layout.block_size)))
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+
+    def run(rows: int) -> None:
+        seqs = [Sequence(f"measured{i}", [0] * (known + 1), known, params, b"", computed=known, blocks=blocks) for i in range(rows)]
+        for seq in seqs:
+            seq.drafted = known + 1  # the draft has a line of its own
+        runner.run([Chunk(seq, 1) for seq in seqs])
+
+    return measured(run, max(2, most))
+
+
+def measured(run: Callable[[int], None], most: int) -> Line:
+    """`run(count)` for some counts up to `most`, in seconds."""
+    begun, points = time.perf_counter(), dict[int, float]()
+    for size in (size for size in SIZES if size <= most or size <= 2):
+        if len(points) >= 2 and time.perf_counter() - begun > BUDGET_S:
+            break
+        run(size)  # the first of a size is slower
+        share = (time.perf_counter() - begun + BUDGET_S) / len(SIZES)
+        for _ in range(TIMES):
+            start = time.perf_counter()
+            run(size)
+            points[size] = min(points.get(size, float("inf")), time.perf_counter() - start)
+            if time.perf_counter() - begun > share:
+                break
+    counts = sorted(points)
+    return Line(tuple(zip(counts, accumulate((points[count] for count in counts), max), strict=True)))  # more never takes less
