@@ -49,9 +49,10 @@ def compile_all(told: Path, cache: Path) -> None:
 
 
 def kept() -> Path:
-    """What the compiler said is kept for this user under a key of what it depends on: every source of the engine, and the compiler."""
+    """What the compiler said is kept for this user under a key of what it depends on: the sources of these rooms, and the compiler."""
     key = hashlib.sha256(f"{sys.version} {version('torch')} {version('triton')} {CAPABILITIES}".encode())
-    for path in (HERE / "compile_kernels.py", *sorted(ENGINE.rglob("*.py"))):
+    sources = (path for room in ("core", "gpu", "model") for path in sorted((ENGINE / room).rglob("*.py")))
+    for path in (HERE / "compile_kernels.py", *sources):
         key.update(f"{path.relative_to(ENGINE.parents[1])} {path.stat().st_size} ".encode() + path.read_bytes())
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "baton" / "tests" / f"variants-{key.hexdigest()[:24]}.json"
