@@ -354,20 +354,8 @@ def _start(options: Options, link: Host) -> Started:
     pools: list[KvPool] = []
 
     def allot(whole: RankReport, fd: int) -> int:
-        layout = KvLayout(
-            fingerprint(options.path),
-            whole.dtype,
-            whole.block_size,
-            whole.layers,
-            whole.heads,
-            whole.width,
-            parts=1,
-            packing=whole.packing,
-        )
-        blocks = _staged_blocks(options, layout, whole.blocks)
-        os.ftruncate(fd, blocks * layout.block_bytes)
-        pools.append(KvPool(layout, blocks, mmap.mmap(fd, blocks * layout.block_bytes)))
-        return blocks
+        pools.append(_staged_pool(options, whole, fd))
+        return pools[-1].num_blocks
 
     link.open(allot)
     try:
@@ -383,6 +371,15 @@ def _start(options: Options, link: Host) -> Started:
         raise BuildError(f"engine.vllm: vLLM does not start: {link.refusal or error}") from error
     (pool,) = pools
     return Started(llm, pool, *_facts(llm, pool, options))
+
+
+def _staged_pool(options: Options, whole: RankReport, fd: int) -> KvPool:
+    """In the memory behind `fd`, which gets the size that it needs."""
+    shape = (whole.dtype, whole.block_size, whole.layers, whole.heads, whole.width)
+    layout = KvLayout(fingerprint(options.path), *shape, parts=1, packing=whole.packing)
+    blocks = _staged_blocks(options, layout, whole.blocks)
+    os.ftruncate(fd, blocks * layout.block_bytes)
+    return KvPool(layout, blocks, mmap.mmap(fd, blocks * layout.block_bytes))
 
 
 def _facts(llm: Any, pool: KvPool, options: Options) -> tuple[Traits, Bounds]:
