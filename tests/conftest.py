@@ -2,7 +2,9 @@
 certain tests in one process."""
 
 import gc
+import os
 import signal
+import sys
 
 import left_behind
 import pytest
@@ -17,6 +19,10 @@ settings.load_profile("baton")
 # A shell's job in the background ignores SIGINT, and so would every process that a test starts and then interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The sources are compiled once, not by each of the hundreds of processes that a run starts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 left_behind.watch()
 
