@@ -445,8 +445,12 @@ def fuzzed(small: Cluster) -> Iterator[Fuzzed]:
     assert made.answers > 20
 
 
-HEADERS = {"authorization": "Bearer key-a"}
+@pytest.fixture(scope="module")
+def schema(small: Cluster) -> Any:
+    return schemathesis.openapi.from_url(f"http://{small.http}/openapi.json")
 
+
+HEADERS = {"authorization": "Bearer key-a"}
 
 POSTS = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize",
@@ -462,8 +466,7 @@ POSTS = (
         ("/v1/responses/{id}", GenerationMode.POSITIVE),
     ],
 )
-def test_requests_generated_from_the_openapi_document_are_handled(fuzzed: Fuzzed, path: str, mode: GenerationMode) -> None:
-    schema = schemathesis.openapi.from_url(f"http://{fuzzed.small.http}/openapi.json")
+def test_requests_generated_from_the_openapi_document_are_handled(schema: Any, fuzzed: Fuzzed, path: str, mode: GenerationMode) -> None:
     operation = schema[path]["GET" if "{" in path else "POST"]
 
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)

@@ -138,26 +138,30 @@ def test_without_the_tls_files_commands_are_refused(secured: Cluster) -> None:
 # --- a proxy -------------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_cluster_works_behind_a_company_proxy(model: Path) -> None:
+@pytest.fixture(scope="module")
+def behind_a_proxy(model: Path) -> Iterator[Cluster]:
     with cluster(model, env=DEAD_PROXY) as running:
-        done = running.baton("generate", PROMPT, "--json", "--name", running.name)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["handoff"]["blocks"] > 0, "the workers did not reach each other"
-        by_address = running.baton("generate", PROMPT, "--address", running.grpc)
-        assert by_address.returncode == 0, by_address.stderr
+        yield running
 
 
-def test_a_plain_grpc_channel_would_use_the_proxy(model: Path) -> None:
+def test_a_cluster_works_behind_a_company_proxy(behind_a_proxy: Cluster) -> None:
+    done = behind_a_proxy.baton("generate", PROMPT, "--json", "--name", behind_a_proxy.name)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["handoff"]["blocks"] > 0, "the workers did not reach each other"
+    by_address = behind_a_proxy.baton("generate", PROMPT, "--address", behind_a_proxy.grpc)
+    assert by_address.returncode == 0, by_address.stderr
+
+
+def test_a_plain_grpc_channel_would_use_the_proxy(behind_a_proxy: Cluster) -> None:
     """Negative control: a plain channel to loopback goes to the proxy and fails."""
     code = (
         "import sys, grpc; from grpc_health.v1 import health_pb2 as h, health_pb2_grpc as g\n"
         "try: g.HealthStub(grpc.insecure_channel(sys.argv[1])).Check(h.HealthCheckRequest(), timeout=5)\n"
         "except grpc.RpcError as error: sys.exit(error.code().name)"
     )
-    with cluster(model) as running:
-        for env, status in ((DEAD_PROXY, 1), ({}, 0)):
-            done = subprocess.run([sys.executable, "-c", code, running.grpc], env={**running.env, **env}, capture_output=True, timeout=60)
-            assert done.returncode == status, done.stderr
+    for env, status in (({**os.environ, **DEAD_PROXY}, 1), (dict(os.environ), 0)):
+        done = subprocess.run([sys.executable, "-c", code, behind_a_proxy.grpc], env=env, capture_output=True, timeout=60)
+        assert done.returncode == status, done.stderr
 
 
 # --- Logs ---------------------------------------------------------------------------------------------------------------------------

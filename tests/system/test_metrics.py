@@ -70,6 +70,13 @@ def scrape(live: Cluster) -> dict[Role, Scrape]:
     return {role: Scrape(fetch(address, "/metrics")) for role, address in addresses.items()}
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster whose only worker is lost and killed."""
+    with cluster(toy(tmp_path_factory.mktemp("alone") / "toy"), prefill=0) as running:
+        yield running
+
+
 async def serve(client: AsyncClient, prompt: list[int], **more: Any) -> None:
     params = {"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60, **more}
     async with client.generate(token_ids=prompt, **params) as stream:
@@ -271,17 +278,18 @@ def test_a_real_prometheus_finds_and_scrapes_every_process(live: Cluster, used: 
 
 
 @needs_prometheus
-def test_a_lost_worker_raises_an_alert(tmp_path: Path) -> None:
+def test_a_lost_worker_raises_an_alert(alone: Cluster, tmp_path: Path) -> None:
     """The only decode worker of a live cluster hangs. No part of the path from the fact to the alert is stubbed."""
-    with cluster(toy(tmp_path / "toy"), prefill=0) as live, prometheus(tmp_path, live.status()["endpoints"]["metrics"]) as address:
+    with prometheus(tmp_path, alone.status()["endpoints"]["metrics"]) as address:
         wait_for(address, "sum(baton_router_worker_usable)", {"": 1.0})
         pending = 'count(ALERTS{alertname="BatonNoDecodeWorker"})'
         wait_for(address, pending, {})
-        pid = live.kill("decode-0", 19)  # SIGSTOP
+        pid = alone.kill("decode-0", 19)  # SIGSTOP
         try:
             wait_for(address, pending, {"": 1.0})
         finally:
             os.kill(pid, 18)
+    alone.wait(lambda: alone.workers()[0].get("state") == "ready")
 
 
 # Switched off, and restarted
@@ -315,22 +323,21 @@ def test_a_port_in_use_is_an_error_that_names_the_port(live: Cluster, tmp_path: 
     assert done.returncode == 1 and f"cannot listen on 127.0.0.1:{port}" in done.stderr
 
 
-async def test_health_and_targets_follow_a_restarted_worker(tmp_path: Path) -> None:
+async def test_health_and_targets_follow_a_restarted_worker(alone: Cluster) -> None:
     """After a worker is killed and restarted, the targets name its new address."""
-    with cluster(toy(tmp_path / "toy"), prefill=0) as live:
-        router = live.status()["endpoints"]["metrics"]
-        assert fetch(router, "/health") == "ok\n" and fetch(live.workers()[0]["metrics"], "/health") == "ok\n"
-        before = json.loads(fetch(router, "/targets"))[0]["targets"]
-        assert before == [router, live.workers()[0]["metrics"]]
-        incarnation = live.workers()[0]["incarnation"]
-        live.kill("decode-0")
-        live.wait(lambda: live.workers()[0]["incarnation"] != incarnation and live.workers()[0]["state"] == "ready")
-        assert json.loads(fetch(router, "/targets"))[0]["targets"] == [router, live.workers()[0]["metrics"]]
-        async with live.client() as client:
-            await serve(client, list(range(100)))
-        assert scrape_one(live).sum("baton_engine_computed_tokens_total") > 0
-        with pytest.raises(grpc.RpcError), grpc.insecure_channel(router) as channel:  # this port does not speak gRPC
-            channel.unary_unary("/x/y")(b"", timeout=5)
+    router = alone.status()["endpoints"]["metrics"]
+    assert fetch(router, "/health") == "ok\n" and fetch(alone.workers()[0]["metrics"], "/health") == "ok\n"
+    before = json.loads(fetch(router, "/targets"))[0]["targets"]
+    assert before == [router, alone.workers()[0]["metrics"]]
+    incarnation = alone.workers()[0]["incarnation"]
+    alone.kill("decode-0")
+    alone.wait(lambda: alone.workers()[0]["incarnation"] != incarnation and alone.workers()[0]["state"] == "ready")
+    assert json.loads(fetch(router, "/targets"))[0]["targets"] == [router, alone.workers()[0]["metrics"]]
+    async with alone.client() as client:
+        await serve(client, list(range(100)))
+    assert scrape_one(alone).sum("baton_engine_computed_tokens_total") > 0
+    with pytest.raises(grpc.RpcError), grpc.insecure_channel(router) as channel:  # this port does not speak gRPC
+        channel.unary_unary("/x/y")(b"", timeout=5)
 
 
 def scrape_one(live: Cluster) -> Scrape:

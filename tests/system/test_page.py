@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from live_cluster import Cluster, cluster, toy, toy_output
@@ -27,12 +27,13 @@ from baton.cli.up import SHIPPED, TRY
 from baton.client import Client
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+pytestmark = [pytest.mark.system, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")]
 ALONE = [  # works as root, and does not look for updates
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
     "--disable-sync",
 ]  # fmt: skip
 SLOW = 30_000  # ms
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 NOTE_PIECES = """() => {
     window.pieces = []  // times at which pieces of the answer came, ms
     new MutationObserver(() => window.pieces.push(performance.now())).observe(document.getElementById("answer"), {childList: true})
@@ -99,7 +100,7 @@ def busy(live: Cluster) -> Iterator[None]:
                         if over.is_set():
                             break
 
-    asking = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    asking = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
     for thread in asking:
         thread.start()
     try:
@@ -390,21 +391,22 @@ def test_a_request_that_lost_its_worker_completes_and_shows_the_retry(browser: B
         expect(page.locator("#trace tr.failed")).to_contain_text("WORKER_LOST")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 420])
-def test_the_page_fits_two_widths_in_light_and_dark(browser: Browser, live: Cluster, width: int, scheme: str) -> None:
-    with opened(browser, live, viewport={"width": width, "height": 900}, color_scheme=scheme) as page:
+def test_the_page_fits_two_widths_in_light_and_dark(browser: Browser, live: Cluster, width: int) -> None:
+    with opened(browser, live, viewport={"width": width, "height": 900}) as page:
         expect(card(page, "decode-0").locator(".state")).to_have_text("ready", timeout=SLOW)
         page.fill("#max_tokens", "120")
         page.click("#send")
         expect(page.locator("#stages dt")).to_have_count(4, timeout=SLOW)
         with busy(live):
             page.wait_for_selector(".chips i.decode")
-            page.wait_for_timeout(3000)
-            picture(page, f"page-{width}-{scheme}")
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
-        back = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert (back == "rgb(20, 23, 28)") == (scheme == "dark")
+            page.wait_for_timeout(1500)
+            for scheme in SCHEMES:
+                page.emulate_media(color_scheme=scheme)
+                picture(page, f"page-{width}-{scheme}")
+                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
+                back = page.evaluate("getComputedStyle(document.body).backgroundColor")
+                assert (back == "rgb(20, 23, 28)") == (scheme == "dark")
 
 
 def test_the_page_asks_for_an_api_key_if_one_is_required(browser: Browser, tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def single(value: float | None) -> float:
 async def test_text_equals_that_of_a_bare_engine_and_nothing_is_recomputed(live: Cluster, bare: Bare) -> None:
     lengths = []
     async with live.client() as client:
-        for text in MIXED:
+        for text in MIXED[::2]:
             prompt, result = bare.encode(text), (await ask(client, text, max_tokens=16)).result
             assert_text(bare, prompt, result)
             handoff = result.handoff
