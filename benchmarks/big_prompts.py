@@ -1,14 +1,19 @@
 """Prompts of 220 KB (tens of thousands of tokens): what the router itself takes until the first token, requests per second, and the longest
 gap in a small stream of a process beside them.
 
-    python benchmarks/big_prompts.py [--clients 20 200] [--waves 3] [--rates 1 4] [--seconds 30] [--conversations 6] [--json FILE]
+    python benchmarks/big_prompts.py [--clients 20 200] [--waves 3] [--rates 1 4] [--seconds 30] [--burners 0 4] [--step-ms 5]
+        [--conversations 6] [--json FILE]
 
 --clients: so many at once, and the next wave when all have their answer. A burst of distinct prompts waits for its own tokenization.
 --rates: an open loop, so many requests a second at random moments (a Poisson process), whether the earlier ones have ended or not.
+--burners: no prompts at all, but so many processes that compute, which have nothing to do with Baton: what gap the machine's own
+scheduling makes, with as many threads that want a core as the prompts have (two that tokenize, a prefill worker's, and the clients').
 --conversations: so many chats of 220 KB, each sent again with three short turns more, with and without `router.known_texts_mib`.
 
-Workers are toys, which compute such a prompt in one step, and the tokenizer is that of tale. The router's own time is what `stages` of the
-answer calls the queue: to validate, tokenize, hash, admit and choose, waiting included. All processes share the machine's cores.
+Workers are toys, which compute such a prompt in one step, and the tokenizer is that of tale. A step takes `--step-ms` at least: a stream as
+fast as a toy can make it would keep two cores busy by itself, and its gaps would be those of the scheduler. The router's own time is what
+`stages` of the answer calls the queue: to validate, tokenize, hash, admit and choose, waiting included. All processes share the machine's
+cores.
 """
 
 import argparse
@@ -20,6 +25,7 @@ import os
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -53,8 +59,8 @@ class Writer:
         return " ".join(self.rng.choices(self._words, k=size // 4))[:size]
 
 
-def watch_gaps(address: str, stop: Any, told: Any) -> None:
-    """A process of its own: the longest times between two tokens of a stream that goes on until `stop`."""
+def watch_gaps(address: str, flows: Any, stop: Any, told: Any) -> None:
+    """A process of its own: the longest times between two tokens of a stream that goes on until `stop`. `flows`: it has begun."""
 
     async def watch() -> list[float]:
         found: list[float] = []
@@ -66,6 +72,7 @@ def watch_gaps(address: str, stop: Any, told: Any) -> None:
                         now = time.perf_counter()
                         if last:
                             found.append(now - last)
+                            flows.set()
                         last = now
                         if stop.is_set():
                             break
@@ -79,6 +86,15 @@ async def ask(client: AsyncClient, text: str | None = None, **more: Any) -> dict
         async for _ in stream:
             pass
         return {"queue_ms": stream.result.stages_ms["queue"], "tokens": float(stream.result.usage.prompt_tokens)}
+
+
+async def burn(count: int, seconds: float) -> list[dict[str, float]]:
+    code = f"import time\nend = time.monotonic() + {seconds}\nwhile time.monotonic() < end: sum(range(1000))"
+    burning = [await asyncio.create_subprocess_exec(sys.executable, "-c", code) for _ in range(count)]
+    await asyncio.sleep(seconds)
+    for process in burning:
+        await process.wait()
+    return []
 
 
 async def wave(client: AsyncClient, prompts: list[str]) -> list[dict[str, float]]:
@@ -99,27 +115,27 @@ async def open_loop(client: AsyncClient, rate: float, seconds: float, writer: Wr
 async def watched(endpoints: dict[str, str], load: Callable[[], Awaitable[list[dict[str, float]]]]) -> dict[str, Any]:
     """What `load` gives, beside a small stream."""
     processes = mp.get_context("spawn")
-    stop, told = processes.Event(), processes.Queue()
-    watching = processes.Process(target=watch_gaps, args=(endpoints["grpc"], stop, told), daemon=True)
+    flows, stop, told = processes.Event(), processes.Event(), processes.Queue()
+    watching = processes.Process(target=watch_gaps, args=(endpoints["grpc"], flows, stop, told), daemon=True)
     watching.start()
-    await asyncio.sleep(4)  # it has imported what it needs, and its stream flows
+    await asyncio.to_thread(flows.wait, 60)
     began = time.perf_counter()
     ended = await load()
     took = time.perf_counter() - began
     stop.set()
     gaps = await asyncio.to_thread(told.get, True, 60)
-    queue = sorted(each["queue_ms"] for each in ended)
-    return {
-        "requests": len(ended),
-        "requests/s": len(ended) / took,
-        "queue ms": {"P50": statistics.median(queue), "P99": queue[int(0.99 * (len(queue) - 1))]},
-        "tokens": statistics.mean(each["tokens"] for each in ended),
-        "gap ms": {"P50": gaps[len(gaps) // 2] * 1000, "P99": gaps[int(0.99 * len(gaps))] * 1000, "longest": gaps[-1] * 1000},
+    found: dict[str, Any] = {
+        "gap ms": {"P50": gaps[len(gaps) // 2] * 1000, "P99": gaps[int(0.99 * len(gaps))] * 1000, "longest": gaps[-1] * 1000}
     }
+    if ended:
+        queue = sorted(each["queue_ms"] for each in ended)
+        found |= {"requests": len(ended), "requests/s": len(ended) / took, "tokens": statistics.mean(each["tokens"] for each in ended)}
+        found["queue ms"] = {"P50": statistics.median(queue), "P99": queue[int(0.99 * (len(queue) - 1))]}
+    return found
 
 
 async def measure(endpoints: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {"clients": {}, "rates": {}}
+    found: dict[str, Any] = {"burners": {}, "clients": {}, "rates": {}}
     writer = Writer()
 
     async def waves(client: AsyncClient, prompts: list[list[str]]) -> list[dict[str, float]]:
@@ -127,6 +143,9 @@ async def measure(endpoints: dict[str, str], options: argparse.Namespace) -> dic
 
     async with AsyncClient(endpoints["grpc"]) as client:
         await wave(client, [writer.text() for _ in range(2)])
+        for count in options.burners:
+            found["burners"][str(count)] = one = await watched(endpoints, partial(burn, count, options.seconds))
+            print(f"{count} processes that compute: {one}", flush=True)
         for count in options.clients:
             prompts = [[writer.text() for _ in range(count)] for _ in range(options.waves)]
             found["clients"][str(count)] = one = await watched(endpoints, partial(waves, client, prompts))
@@ -163,18 +182,20 @@ def main() -> None:
     parser.add_argument("--waves", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="*", default=[1.0, 4.0])
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--burners", type=int, nargs="*", default=[0, 4])
+    parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--conversations", type=int, default=6)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found: dict[str, Any] = {"machine": describe(), "seed": SEED, "load_average": os.getloadavg()[0]}
-    found |= {"conversations": options.conversations, "seconds": options.seconds}
+    found |= {"conversations": options.conversations, "seconds": options.seconds, "step_ms": options.step_ms}
     print(found["machine"])
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "toy"
-        make_toy(model, vocab=2048, context=CONTEXT)
+        make_toy(model, vocab=2048, context=CONTEXT, step_delay_ms=options.step_ms)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(SHIPPED / file, model)
-        if options.clients or options.rates:
+        if options.clients or options.rates or options.burners:
             with cluster(model, *FLAGS) as endpoints:
                 found |= asyncio.run(measure(endpoints, options))
         found["turns"] = {}

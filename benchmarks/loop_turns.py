@@ -1,4 +1,4 @@
-"""The longest turn of the router's event loop, where much work comes at once.
+"""The longest turn of the router's event loop, and of the workers' with a long prompt, where much work comes at once.
 
     python benchmarks/loop_turns.py [--place NAME ...] [--before FOLDER] [--json FILE]
 
@@ -27,10 +27,14 @@ from typing import Any, cast
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import grpc
+from big_prompts import Writer
 from fake_workers import MODEL, TOKENIZER, record
+from handoff_pair import pair
 from machine import describe
+from readers import hall
 from turns import Turn, Turns, watched
 
+from baton.cli.up import SHIPPED
 from baton.cluster import metric_table, metrics
 from baton.cluster.config import Config, RedisConfig
 from baton.cluster.config_router import RouterConfig, SloConfig
@@ -42,10 +46,14 @@ from baton.cluster.telemetry import Tracer
 from baton.engine.core.block_key import extend_keys, root_key
 from baton.engine.core.blocks import CacheChange
 from baton.engine.core.contract import cache_events
+from baton.engine.core.engine import Engine
+from baton.engine.core.kvcache import KvPool
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.toy import ToyRunner
 from baton.launch.redis_server import EmbeddedRedis
 from baton.simulate.memory_registry import MemoryRegistry
-from baton.v1 import generation_pb2, worker_pb2_grpc
+from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import gate
 from router.admin import AdminDoor
@@ -58,12 +66,14 @@ from router.journal import Entry, Journal
 from router.live import Live
 from router.policy import Choice, choose_decode
 from router.request import Request, Stopwatch, Trace
+from router.tokenizer import Tokenizer
 from router.validate import Ask
 from router.view import ClusterView
 from router.watch import Watch
 
 BOUND_MS = 20.0
 KEYS, EVENTS, WORKERS, REQUESTS = 1_000_000, 100_000, 1000, 512
+LONG = 79_000  # tokens of 220 KB
 PLACES: dict[str, tuple[str, Callable[[], Awaitable[Turns]]]] = {}
 Place = Callable[[], Awaitable[Turns]]
 
@@ -485,6 +495,40 @@ async def queue() -> Turns:
         end.set()
         await asyncio.gather(*tasks, return_exceptions=True)
     assert ended > REQUESTS
+    return turns
+
+
+@place("prompts of 220 KB at the router", "8 at once, over gRPC")
+async def long_prompts() -> Turns:
+    writer = Writer()
+    sampling = generation_pb2.SamplingParams(max_tokens=3, ignore_eos=True)
+    asks = [generation_pb2.GenerateRequest(text=writer.text(), sampling=sampling) for _ in range(8)]
+    async with hall(Tokenizer.load(SHIPPED), 3, 0) as made:
+        stub = generation_pb2_grpc.GenerationStub(made.channel)
+
+        async def one(ask: Any) -> None:
+            async for _ in stub.Generate(ask):
+                pass
+
+        with watched() as turns:
+            await asyncio.gather(*map(one, asks))
+    return turns
+
+
+def roomy() -> Engine:
+    runner = ToyRunner({"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 1 << 17, "kv_width": 8}, "toy", 16)
+    runner.attach(KvPool(runner.layout, LONG // 16 + 16))
+    return Engine(runner, Limits(8, 16_384), LONG + 100)
+
+
+@place("a prompt of 220 KB, handed over", f"a prefill and a decode worker, {LONG:,} tokens")
+async def handed_over() -> Turns:
+    prompt = [17 * i % 255 for i in range(LONG)]
+    async with pair(engines=(roomy(), roomy())) as workers:
+        with watched() as turns:
+            call = workers.start(await workers.hand_over(tokens=prompt), tokens=prompt)
+            await call.task
+        assert call.finished.handoff.recomputed_tokens == 0
     return turns
 
 

@@ -161,12 +161,14 @@ def doors() -> str:
 
 def big_prompts() -> str:
     found = load("big_prompts")
-    loads = {f"{count} at once": one for count, one in found["clients"].items()}
+    loads = {f"none, and {count} processes that compute": one for count, one in found.get("burners", {}).items()}
+    loads |= {f"{count} at once": one for count, one in found["clients"].items()}
     loads |= {f"{rate} a second": one for rate, one in found["rates"].items()}
     table = []
     for name, one in loads.items():
-        cells = (one["requests"], one["requests/s"], *one["queue ms"].values(), one["gap ms"]["P99"], one["gap ms"]["longest"])
-        table.append([name, *map(number, cells)])
+        served = (one["requests"], one["requests/s"], *one["queue ms"].values()) if "requests" in one else ()
+        gaps = (one["gap ms"]["P99"], one["gap ms"]["longest"])
+        table.append([name, *map(number, served), *([] if served else [""] * 4), *map(number, gaps)])
     heads = ["load", "requests", "requests/s", "router's own time, P50, ms", "P99, ms", "gaps of a stream beside, P99, ms", "longest, ms"]
     return markdown(heads, table)
 
