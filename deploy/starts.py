@@ -1,6 +1,7 @@
 """Prints how long the router and a worker take until they could serve, and fails if the router loads torch: python starts.py MODEL IMAGE
 
-In an image called vllm-cpu, it also imports vLLM, and in baton-cuda FlashInfer: a library of the system could be missing.
+In an image called vllm-cpu, it also imports vLLM, and in baton-cuda FlashInfer, whose kernels it loads as a worker does: a library could be
+missing.
 """
 
 import subprocess
@@ -16,10 +17,15 @@ from baton.engine.options import Options
 build(Options.of(Path(sys.argv[1]), kv_memory_mib=64, threads=1))
 """
 VLLM = "import vllm.v1.engine.async_llm, baton.engine.vllm.arguments as ours; ours.check_version()"
-FLASHINFER = "import flashinfer.decode, flashinfer.prefill"
+FLASHINFER = """
+import flashinfer.decode, flashinfer.prefill, tvm_ffi
+from flashinfer.jit import env
+kernels = [tvm_ffi.load_module(str(path)) for path in env.FLASHINFER_AOT_DIR.glob("*/*.so")]
+print(f"{len(kernels)} kernels of FlashInfer load")
+"""
 
 model, image = sys.argv[1:]
-imports = {"vllm-cpu": {"vLLM, imports alone": VLLM}, "baton-cuda": {"FlashInfer, imports alone": FLASHINFER}}
+imports = {"vllm-cpu": {"vLLM, imports alone": VLLM}, "baton-cuda": {"FlashInfer, imports and kernels alone": FLASHINFER}}
 programs = {"a router": ROUTER, "a decode worker with its model": WORKER} | imports.get(image, {})
 for role, program in programs.items():
     began = time.monotonic()
