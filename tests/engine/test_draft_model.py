@@ -219,7 +219,7 @@ def alter(file: Path, **values: Any) -> None:
 def test_what_is_measured_grows_with_the_count_and_takes_a_bounded_time() -> None:
     sizes: list[int] = []
     assert [count for count, _ in measured(sizes.append, 20).points] == [1, 2, 4, 8, 16]
-    seconds = [seconds for _, seconds in measured(lambda count: time.sleep(0.01 if count == 1 else 0.0), 32).points]
+    seconds = [seconds for _, seconds in measured(lambda count: time.sleep(0.01 if count == 1 else 0.0), 32, time.perf_counter).points]
     assert seconds == sorted(seconds) and seconds[0] >= 0.01
     slow: list[int] = []
 
@@ -227,7 +227,7 @@ def test_what_is_measured_grows_with_the_count_and_takes_a_bounded_time() -> Non
         slow.append(count)
         time.sleep(BUDGET_S)
 
-    assert [count for count, _ in measured(wait, 64).points] == [1, 8] and len(slow) == 4
+    assert [count for count, _ in measured(wait, 64, time.perf_counter).points] == [1, 8] and len(slow) == 4
 
 
 def test_the_draft_beside_the_model_is_taken_and_has_its_part_of_the_pool(pair: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ from host_pool import on_host
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.core.block_key import root_key
 from baton.engine.core.engine import Engine
+from baton.engine.core.kvcache import DraftKv
 from baton.engine.core.sequence import Sequence, State
 from decode_worker.call import Adopted, Event, Finished
 from kvtransfer.handle import Piece
@@ -189,6 +190,7 @@ CONTRACT = [
     ("parts", 1),
     ("value_dim", 4),
     ("model_fingerprint", "another model"),
+    ("draft", DraftKv("a draft", "float32", 2, 1, 8)),
 ]
 
 
