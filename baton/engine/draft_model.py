@@ -98,10 +98,10 @@ class DraftModel(Drafter):
 
     def _greatest(self, parts: Seq[Part], steps: int) -> list[list[int]]:
         """The likeliest token after each part, or what follows that, too: up to `steps`."""
-        if self._steps is not None and all(part.span.n == 1 for part in parts):
-            spans = [part.span._replace(n=steps) for part in parts]
-            if (found := self._steps.guesses(spans, [part.tokens[0] for part in parts])) is not None:
-                return found
+        spans, tokens = [part.span for part in parts], [part.tokens for part in parts]
+        chained = self._steps.guesses(spans, tokens, steps) if self._steps and all(span.steps for span in spans) else None
+        if chained is not None:
+            return chained
         logits, best = self._last(parts)
         return [[token] for token in (greatest(logits).tolist() if best is None else best)]
 

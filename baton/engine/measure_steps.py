@@ -11,7 +11,7 @@ from baton.engine.core.step_costs import Line
 
 SIZES = (1, 8, 2, 4, 16, 32)  # the first two are always measured
 BUDGET_S = 0.5  # for one line
-TIMES = 5  # at most; the least counts, for other work can only add to it
+TIMES = 20  # at most; the least counts, for other work can only add to it
 KNOWN = 48  # tokens of a sequence that is measured
 
 

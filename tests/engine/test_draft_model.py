@@ -22,7 +22,7 @@ from baton.engine.build import BuildError, build, pool_bytes
 from baton.engine.choice import load_runner
 from baton.engine.core.block_key import root_key
 from baton.engine.core.drafting import Ask
-from baton.engine.core.engine import Engine
+from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
@@ -187,6 +187,60 @@ def counting(run: Any, into: Sometimes) -> Any:
         return run(parts)
 
     return logits_of
+
+
+@pytest.mark.parametrize(("dtype", "rounded"), [("bfloat16", "auto"), ("float32", "int8"), ("float32", "int4")])
+def test_the_output_is_the_same_in_every_precision(dtype: str, rounded: str) -> None:
+    """Also where model and draft are rounded; float32 is in `core/test_drafters`."""
+    target, small = (
+        load_runner(ModelRunner, folder, products="baton", block_size=BLOCK, dtype=dtype, weight_dtype=rounded)
+        for folder in (SHIPPED, DRAFT)
+    )
+    said = []
+    for drafter in (None, DraftModel(small, MOST)):
+        runner = ModelRunner(target.model, target.layout, target.device)
+        if drafter is not None:
+            runner.pair(drafter)
+        runner.attach(KvPool(runner.layout, 40))
+        engine = Engine(runner, Limits(max_num_seqs=4), 160, drafter=drafter)
+        seqs = [sequence(f"s{i}", prompt(9 + i), temperature=i % 2 * 0.8, seed=i, max_tokens=60, logprobs=1) for i in range(4)]
+        for seq in seqs:
+            engine.add(seq)
+        sampled = [output.sampled for output in drained(engine)]
+        said.append(([seq.tokens for seq in seqs], sorted(map(repr, sampled))))
+    assert said[0] == said[1] and engine.counts.accepted_tokens > 60
+
+
+def drained(engine: Engine) -> Iterator[Output]:
+    while not engine.idle:
+        yield from engine.step()
+
+
+def test_several_steps_in_one_call_guess_what_single_steps_guess() -> None:
+    """One sequence, whose last guess often waits to be computed, and several, which want unequal numbers."""
+    counted = []
+    for chained in (True, False):
+        engine = make(drafter := DraftModel(fresh(DRAFT), MOST))
+        assert drafter._steps is not None
+        calls, guesses = [0], drafter._steps.guesses
+        made = drafter._steps
+
+        def counting(*arguments: Any, calls: list[int] = calls, guesses: Any = guesses) -> Any:
+            calls[0] += (found := guesses(*arguments)) is not None
+            return found
+
+        made.guesses = counting  # type: ignore[assignment,method-assign]
+        drafter._steps = made if chained else None
+        said = []
+        for crowd in (1, 3):
+            seqs = [sequence(f"{crowd}{i}", prompt(8 + i), max_tokens=60 + 3 * i) for i in range(crowd)]
+            for seq in seqs:
+                engine.add(seq)
+            finish(engine)
+            said += [seq.tokens for seq in seqs]
+        assert (calls[0] > 20) == chained
+        counted.append((said, engine.counts))
+    assert counted[0] == counted[1] and counted[0][1].accepted_tokens > 100
 
 
 def test_a_fork_goes_on_with_both() -> None:
