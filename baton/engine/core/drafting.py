@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from baton.engine.core.sequence import Sequence
-from baton.engine.core.speculation import NOTHING_OFFERED, PREDICTION, Offer
+from baton.engine.core.speculation import NOTHING_OFFERED, PREDICTION, UNASKED, Offer
 from baton.engine.core.step_costs import ASSUMED, Line, allot
 
 FIRST_ACCEPTANCE = 0.6  # of a sequence of which nothing is known
@@ -45,6 +45,10 @@ class Drafter:
     def ready(self, seq: Sequence) -> bool:
         """Whether it would guess what follows the known tokens. If not, a step in flight need not be read before the next one begins."""
         return True
+
+    def most(self, seq: Sequence) -> int:
+        """How many guesses it may make for `seq` in a step; 0: there will be none, and nobody makes room for them."""
+        return self.bound
 
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
         """For each of `asks`, guesses of what follows, or none. Once a step, for all its sequences: a model drafts them together."""
@@ -91,12 +95,13 @@ class Paced(Drafter):
         return any(self._worth([Ask(seq, self.bound)])) and self.drafter.ready(seq)
 
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        drafts: list[Seq[int]] = [()] * len(asks)
         asked = {i: replace(asks[i], most=most) for i, most in enumerate(self._worth(asks)) if most}
-        drafts = dict(zip(asked, self.drafter.propose([*asked.values()]), strict=True)) if asked else {}
-        for i in drafts:
-            if drafts[i]:
+        for i, guesses in zip(asked, self.drafter.propose([*asked.values()]) if asked else (), strict=True):
+            if guesses:
+                drafts[i] = guesses
                 self._paces[asks[i].seq].drafted_at = len(asks[i].seq.tokens)
-        return [drafts.get(i, ()) for i in range(len(asks))]
+        return drafts
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """What comes after the first wrong guess says nothing about acceptance."""
@@ -142,16 +147,33 @@ class Chosen(Drafter):
     def ready(self, seq: Sequence) -> bool:
         return any(self._methods[name].ready(seq) for name in self._names(seq))
 
+    def most(self, seq: Sequence) -> int:
+        asked = seq.params.speculation
+        if asked is UNASKED:
+            return self.bound if self._default in self._methods else 0
+        return min(self.bound, self.bound if asked.max_tokens is None else asked.max_tokens) if self._names(seq) else 0
+
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        if all(ask.seq.params.speculation is UNASKED for ask in asks):  # nearly always, and a step of a small model is short
+            return self._by_default(asks)
         drafts: list[Seq[int]] = [()] * len(asks)
         names = [self._names(ask.seq) for ask in asks]
         for name, drafter in self._methods.items():  # the prediction first
             asked = [i for i in range(len(asks)) if name in names[i] and not drafts[i]]
             if not asked:
                 continue
-            for i, guesses in zip(asked, drafter.propose([_limited(asks[i]) for i in asked]), strict=True):
+            for i, guesses in zip(asked, drafter.propose([asks[i] for i in asked]), strict=True):
                 drafts[i] = guesses
                 self._sources[asks[i].seq] = name
+        return drafts
+
+    def _by_default(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        if self._default not in self._methods:
+            return [()] * len(asks)
+        drafts = self._methods[self._default].propose(asks)
+        for ask, guesses in zip(asks, drafts, strict=True):
+            if guesses:
+                self._sources[ask.seq] = self._default
         return drafts
 
     def source(self, seq: Sequence) -> str:
@@ -170,8 +192,3 @@ class Chosen(Drafter):
         names = [PREDICTION] if asked.prediction else []
         method = asked.method if asked.method in self.offer.names else self._default
         return [name for name in (*names, method) if name in self._methods]
-
-
-def _limited(ask: Ask) -> Ask:
-    most = ask.seq.params.speculation.max_tokens
-    return ask if most is None or most >= ask.most else replace(ask, most=most)

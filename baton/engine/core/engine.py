@@ -287,18 +287,18 @@ class Engine:
         if chunk.drafts:
             method = self.drafter.source(seq)  # it is forgotten with the last token
             self.drafter.observe(seq, len(chunk.drafts), len(tokens) - 1)
-        outputs = [self._settle(seq, tokens[0])]
-        for token in tokens[1:]:
+        right = len(tokens) - 1
+        outputs = [self._settle(seq, tokens[0], right > 0)]
+        for i, token in enumerate(tokens[1:], 1):
             if seq.state is not State.RUNNING:
                 break
             self._advance(seq, 1)
-            outputs.append(self._settle(seq, token))
-        if not chunk.drafts:
-            return outputs
-        accepted = min(len(tokens) - 1, len(outputs))
-        self.counts.note_guesses(method, len(chunk.drafts), accepted)
-        told = [replace(output, guessed=i < accepted) for i, output in enumerate(outputs)]
-        return [*told[:-1], replace(told[-1], rejected=len(chunk.drafts) - accepted)]
+            outputs.append(self._settle(seq, token, i < right))
+        if chunk.drafts:
+            accepted = min(right, len(outputs))
+            self.counts.note_guesses(method, len(chunk.drafts), accepted)
+            outputs[-1] = replace(outputs[-1], rejected=len(chunk.drafts) - accepted)
+        return outputs
 
     def _land_scored(self, chunk: Chunk, tokens: Tokens) -> list[Output]:
         """A part of the prompt that is computed again after a preemption has been told."""
@@ -308,7 +308,7 @@ class Engine:
         seq.scored = max(seq.scored, seq.computed + count)
         self._advance(seq, chunk.n)
         told = [Output(seq, None, scores=scores, scored_at=first + 1)] if scores else []
-        return told + [self._settle(seq, token) for token in tokens[count:]]
+        return told + [self._settle(seq, token, False) for token in tokens[count:]]
 
     def _fail(self, seq_id: str, error: NothingToSample) -> Output:
         """Ends a sequence. If its logits are not finite, its blocks leave the prefix cache, so that they are not found again."""
@@ -329,19 +329,19 @@ class Engine:
         self.abort(seq.id)
         return [Output(seq, None, failure=f"the device had no memory left for a step with this sequence: {error}")]
 
-    def _settle(self, seq: Sequence, sampled: Sampled) -> Output:
+    def _settle(self, seq: Sequence, sampled: Sampled, guessed: bool) -> Output:
         seq.tokens.append(sampled.token)
         reason = finish_reason(seq, self.runner.eos_token_ids, self.max_len)
         if reason is None and not seq.hold:
-            return Output(seq, sampled)
+            return Output(seq, sampled, guessed=guessed)
         self.scheduler.running.remove(seq)
         if reason is None:
             seq.move("hold")
-            return Output(seq, sampled)
+            return Output(seq, sampled, guessed=guessed)
         seq.move("finish")
         self.scheduler.free(seq)
         self._leave(seq)
-        return Output(seq, sampled, reason)
+        return Output(seq, sampled, reason, guessed=guessed)
 
     def _leave(self, seq: Sequence) -> None:
         del self.sequences[seq.id]

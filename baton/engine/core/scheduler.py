@@ -248,11 +248,13 @@ class Scheduler:
         rows = sum(chunk.n for chunk in plan.chunks)
         budget = min(budget, self.limits.speculation_batch_tokens - rows)
         asks: dict[int, Ask] = {}
-        for i, chunk in enumerate(plan.chunks):
-            if self._guessable(chunk) and budget > 0:
-                most = self._room(chunk.seq, min(budget, chunk.seq.remaining - 1, drafter.bound))
-                asks |= {i: Ask(chunk.seq, most, rows)} if most > 0 else {}
+        for i, chunk in enumerate(plan.chunks if budget > 0 else ()):
+            most = min(budget, chunk.seq.remaining - 1, drafter.most(chunk.seq)) if self._guessable(chunk) else 0
+            if most > 0 and (most := self._room(chunk.seq, most)) > 0:
+                asks[i] = Ask(chunk.seq, most, rows)
         for i, drafts in zip(asks, drafter.propose([*asks.values()]) if asks else (), strict=True):
+            if not drafts:
+                continue
             drafts = drafts[: min(budget, asks[i].most)]
             plan.chunks[i] = Chunk(asks[i].seq, 1, tuple(drafts))
             budget -= len(drafts)
