@@ -247,6 +247,7 @@ TABLE: tuple[Metric, ...] = (
         "baton_engine_accepted_tokens_total", "counter", "tokens", WORKERS, "Guesses of next tokens that became output.",
         {"method": METHODS, "position": POSITIONS},
     ),
+    Metric("baton_engine_forks_total", "counter", "sequences", WORKERS, "Sequences that went on from the KV of another one."),
     # KV
     Metric(
         "baton_kv_blocks", "gauge", "blocks", WORKERS, "Blocks of the KV pool: used by sequences or leases, cached as prefixes, or free.",

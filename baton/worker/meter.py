@@ -45,6 +45,7 @@ class Meter:
         read("baton_engine_prefix_hit_tokens_total", lambda: facts().counts.hit_tokens)
         read("baton_engine_drafted_tokens_total", lambda: _guesses(facts(), lambda each: each.drafted))
         read("baton_engine_accepted_tokens_total", lambda: _guesses(facts(), lambda each: each.accepted))
+        read("baton_engine_forks_total", lambda: facts().counts.forks)
         read("baton_kv_blocks", lambda: _blocks(facts()))
         read("baton_kv_usage_ratio", lambda: facts().owned_blocks / num_blocks)
         read("baton_kv_cache_info", lambda: {(str(block_size), str(num_blocks)): 1})

@@ -333,6 +333,106 @@ async def test_a_sequence_that_waits_too_long_is_not_computed(bench: Bench) -> N
         await bench.ended(seq)
 
 
+CHOICES = {"temperature": 1.1, "logprobs": 2, "min_p": 0.02}
+
+
+async def alone(bench: Bench, seeds: range, prompt: list[int], **params: Any) -> list[list[Any]]:
+    """What each of several answers is without the others, in a cache of its own."""
+    seqs = [bench.seq(prompt, salt=f"alone {seed}", **CHOICES, seed=seed, **params) for seed in seeds]
+    for seq in seqs:
+        await bench.run(seq)
+    return [[output.sampled for output in bench.of(seq)] for seq in seqs]
+
+
+async def computed(bench: Bench) -> int:
+    return (await bench.quiet()).counts.computed_tokens
+
+
+@pytest.mark.parametrize("length", [2, BLOCK - 1, BLOCK, BLOCK + 1, 150])
+async def test_several_answers_to_a_prompt_are_those_of_requests_of_their_own(bench: Bench, length: int) -> None:
+    """To the last bit of a log-probability; and the prompt is computed once, but for its last position."""
+    prompt = PROMPT[:length]
+    apart = await alone(bench, range(4), prompt)
+    before = await computed(bench)
+    first, *others = [bench.seq(prompt, salt=f"forks {length}", **CHOICES, seed=seed) for seed in range(4)]
+    await bench.engine.add(first, list(others))
+    for seq, expected in zip([first, *others], apart, strict=True):
+        await bench.ended(seq)
+        assert [output.sampled for output in bench.of(seq)] == expected
+        assert bench.of(seq)[-1].finish is Finish.LENGTH
+    again = (length - 1) % BLOCK if bench.engine.traits.lends else length  # who lends no blocks shares no memory, but caches full ones
+    slack = 24 * 4 if bench.separates_output else 0  # guesses that were wrong are not counted
+    assert await computed(bench) - before <= length + 3 * (1 + (0 if bench.engine.traits.lends else again)) + 4 * 23 + slack
+
+
+async def test_answers_go_on_from_a_prompt_that_a_peer_computed(bench: Bench) -> None:
+    apart = await alone(bench, range(4), PROMPT)
+    holder = bench.seq(PROMPT, hold=True, salt="held", **CHOICES, seed=0)
+    token, before = (await bench.run(holder))[0], (await bench.engine.look()).counts
+    reader, *others = [bench.seq(PROMPT, salt="read", **CHOICES, seed=seed) for seed in range(4)]
+    await bench.reserve(reader)
+    bench.copy(holder, reader)
+    await bench.engine.adopt(reader, len(PROMPT), token, list(others))
+    for seq, expected in zip([reader, *others], apart, strict=True):
+        await bench.ended(seq)
+        assert [output.sampled for output in bench.of(seq)] == expected[1 if seq is reader else 0 :]
+    bench.engine.forget(holder.id)
+    after = (await bench.quiet()).counts
+    if bench.engine.traits.lends:
+        assert after.forks - before.forks == 3 and after.computed_tokens - before.computed_tokens <= 3 + 4 * 24
+
+
+async def test_answers_whose_fetch_fails_are_computed_here(bench: Bench) -> None:
+    apart = await alone(bench, range(3), PROMPT)
+    reader = bench.seq([*PROMPT, apart[0][0].token], len(PROMPT), salt="failed", **CHOICES, seed=0)
+    others = [bench.seq(PROMPT, salt="failed", **CHOICES, seed=seed) for seed in (1, 2)]
+    await bench.reserve(reader)
+    filling: list[int] = []
+    await bench.engine.give_up(reader, filling, None, list(others))
+    await bench.engine.release(filling)
+    for seq, expected in zip([reader, *others], apart, strict=True):
+        await bench.ended(seq)
+        assert [output.sampled for output in bench.of(seq)] == expected[1 if seq is reader else 0 :]
+    await bench.quiet()
+
+
+@pytest.mark.parametrize("who", [0, 1, 3])
+@pytest.mark.parametrize("when", ["waiting", "begun"])
+async def test_an_answer_that_is_aborted_leaves_the_others(bench: Bench, who: int, when: str) -> None:
+    apart = await alone(bench, range(4), PROMPT)
+    seqs = [bench.seq(PROMPT, salt=f"abort {who} {when}", **CHOICES, seed=seed) for seed in range(4)]
+    await bench.engine.add(seqs[0], seqs[1:])
+    if when == "begun":
+        await bench.until(lambda: bench.tokens(seqs[who]))
+    await bench.engine.abort(seqs[who].id, [])
+    for seq, expected in zip(seqs, apart, strict=True):
+        if seq is not seqs[who]:
+            await bench.ended(seq)
+            assert [output.sampled for output in bench.of(seq)] == expected
+    await bench.quiet()
+
+
+async def test_answers_without_room_wait_and_are_the_same(bench: Bench) -> None:
+    """More of them than sequences may run, beside others."""
+    apart = await alone(bench, range(9), PROMPT)
+    other = bench.seq(PROMPT, salt="other")
+    await bench.engine.add(other)
+    seqs = [bench.seq(PROMPT, salt="crowd", **CHOICES, seed=seed) for seed in range(9)]
+    await bench.engine.add(seqs[0], seqs[1:])
+    for seq, expected in zip(seqs, apart, strict=True):
+        await bench.ended(seq)
+        assert [output.sampled for output in bench.of(seq)] == expected
+    await bench.ended(other)
+    await bench.quiet()
+
+
+async def test_answers_to_other_prompts_do_not_go_on_from_one(bench: Bench) -> None:
+    for wrong in (bench.seq(PROMPT[:-1]), bench.seq(PROMPT, salt="x"), bench.seq([*PROMPT, 1], len(PROMPT)), bench.seq(PROMPT, hold=True)):
+        with pytest.raises(ValueError, match="does not go on from the prompt"):
+            await bench.engine.add(bench.seq(PROMPT), [wrong])
+    await bench.quiet()
+
+
 async def test_stops_are_the_shared_rule(bench: Bench) -> None:
     whole = await bench.run(bench.seq(PROMPT))
     stop = whole[5]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, TypeVar
 
-from baton.engine.core.contract import EngineStopped, Facts, Grammars, Listener, Traits, cache_events
+from baton.engine.core.contract import EngineStopped, Facts, Grammars, Listener, Traits, cache_events, taken
 from baton.engine.core.engine import Engine, Malformed, QueueFull, learn
 from baton.engine.core.grammar import GrammarRefused, GrammarsBusy
 from baton.engine.core.sequence import Sequence
@@ -31,10 +31,16 @@ def facts(engine: Engine) -> Facts:
     )
 
 
-async def prepare(grammars: Grammars | None, seq: Sequence) -> None:
-    """Compiles the grammar of a sequence, off the engine's thread. Raises Malformed or QueueFull."""
+async def prepare(grammars: Grammars | None, *seqs: Sequence) -> None:
+    """Compiles the grammars of sequences, off the engine's thread. Raises Malformed or QueueFull."""
+    for seq in seqs:
+        if seq.matcher is None and grammars is not None:
+            await _prepare(grammars, seq)
+
+
+async def _prepare(grammars: Grammars, seq: Sequence) -> None:
     form, thinking = seq.params.structured, seq.params.thinking
-    if (form is None and thinking is None) or seq.matcher is not None or grammars is None:
+    if form is None and thinking is None:
         return
     try:
         seq.matcher = await grammars.ready(form, seq.tokens[seq.prompt_len :], thinking)
@@ -89,30 +95,37 @@ class Commands:
             offer=engine.drafter.offer,
         )
 
-    async def add(self, seq: Sequence) -> None:
-        await self._prepare(seq)
-        await self.call(lambda engine: engine.add(seq))
+    async def add(self, seq: Sequence, forks: list[Sequence] | None = None) -> None:
+        await self._prepare(seq, *(forks or ()))
+        now = taken(forks)
+        await self.call(lambda engine: engine.add(seq, now))
 
     async def reserve(self, seq: Sequence) -> bool:
         await self._prepare(seq)
         return await self.call(lambda engine: engine.reserve(seq))
 
-    async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None) -> None:
+    async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None, forks: list[Sequence] | None = None) -> None:
+        await prepare(self._grammars, *(forks or ()))
+        now = taken(forks)
+
         def adopt(engine: Engine) -> None:
             if end is not None:
                 engine.arrive(seq, end)
-            engine.adopt(seq, first)
+            engine.adopt(seq, first, now)
 
         await self.call(adopt)
 
-    async def give_up(self, seq: Sequence, filling: list[int], first: int | None = None) -> None:
+    async def give_up(self, seq: Sequence, filling: list[int], first: int | None = None, forks: list[Sequence] | None = None) -> None:
+        await prepare(self._grammars, *(forks or ()))
+        now = taken(forks)
+
         def give_up(engine: Engine) -> None:
             if seq.id in engine.sequences:
-                filling.extend(engine.give_up(seq, first))
+                filling.extend(engine.give_up(seq, first, now))
                 return
             if first is not None:
                 learn(seq, first)
-            engine.add(seq)
+            engine.add(seq, now)
 
         await self.call(give_up)
 
@@ -137,9 +150,9 @@ class Commands:
     async def snapshot(self) -> tuple[int, list[bytes]]:
         return await self.call(lambda engine: (self._cache_sequence, engine.pool.sealed_keys()))
 
-    async def _prepare(self, seq: Sequence) -> None:
+    async def _prepare(self, seq: Sequence, *forks: Sequence) -> None:
         """What needs no engine: all its sequences would wait for it. Raises Malformed or QueueFull."""
-        await prepare(self._grammars, seq)
+        await prepare(self._grammars, seq, *forks)
         if LONG_PROMPT < len(seq.tokens) <= self._engine.max_len:
             await asyncio.to_thread(self._engine.scheduler.extend_keys, seq)
 

@@ -5,6 +5,7 @@ A sequence that this engine computes      add → outputs … → finish
 one whose KV a peer will read             the same with `hold`: it stays after its first token, until `abort` or `forget`
 one whose KV comes from a peer            reserve → (the KV is copied into `seq.blocks` of `pool`) → adopt → outputs …
                                           or give_up: the engine computes the KV itself
+several for one prompt                    the same with `forks`
 
 `pool` is the memory that peers read and that fetched KV is copied into. Whether the model computes in it, or the engine copies between it
 and memory of its own, is the engine's business: `seq.blocks` always means blocks of `pool`.
@@ -37,6 +38,15 @@ class Grammars(Protocol):
         """For a grammar, a budget, or both. `output`: what there is already. Raises GrammarRefused, also if the output does not match, or
         GrammarsBusy."""
         ...
+
+
+def taken(forks: list[Sequence] | None) -> tuple[Sequence, ...]:
+    """Those of a command that is given now."""
+    if not forks:
+        return ()
+    now = tuple(forks)
+    forks.clear()
+    return now
 
 
 class EngineStopped(RuntimeError):
@@ -118,8 +128,14 @@ class ServingEngine(Protocol):
     @property
     def traits(self) -> Traits: ...
 
-    async def add(self, seq: Sequence) -> None:
-        """Queues a sequence. Raises `Refused`, and then keeps nothing of it."""
+    async def add(self, seq: Sequence, forks: list[Sequence] | None = None) -> None:
+        """Queues a sequence. Raises `Refused`, and then keeps nothing of it.
+
+        `forks`: sequences with the same prompt and no output. The engine computes the prompt once, if it can, and each goes on from there;
+        if it cannot, because it lacks room, because `seq` left early, or because it does not share memory, they run all the same. Each has
+        outputs of its own and is aborted by itself. The list is emptied when the command is given: what
+        is still in it the engine does not know.
+        """
         ...
 
     async def reserve(self, seq: Sequence) -> bool:
@@ -127,14 +143,14 @@ class ServingEngine(Protocol):
         there is no room: call again, or `abort`. Raises `Refused`."""
         ...
 
-    async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None) -> None:
+    async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None, forks: list[Sequence] | None = None) -> None:
         """The reserved blocks hold the KV up to position `end` (None: nothing was copied); the engine computes what is pending. `first` is
-        a token that became known meanwhile."""
+        a token that became known meanwhile. `forks`: as in `add`."""
         ...
 
-    async def give_up(self, seq: Sequence, filling: list[int], first: int | None = None) -> None:
+    async def give_up(self, seq: Sequence, filling: list[int], first: int | None = None, forks: list[Sequence] | None = None) -> None:
         """The KV does not come: the engine computes it. `filling` gets the blocks that were reserved; the caller releases them once no byte
-        can land in them. `first`: as in `adopt`. Raises `Refused` if nothing was reserved and the queue is full."""
+        can land in them. `first` and `forks`: as in `adopt`. Raises `Refused` if nothing was reserved and the queue is full."""
         ...
 
     async def abort(self, seq_id: str, filling: list[int]) -> None:

@@ -69,6 +69,7 @@ class Counts:
     hit_tokens: int = 0  # part of `queried_tokens`: found there
     preemptions: int = 0
     guesses: dict[tuple[str, int], Guessed] = field(default_factory=dict)  # by method and place in the draft, from 1
+    forks: int = 0  # sequences that went on from what another one had computed
 
     def copy(self) -> "Counts":
         return replace(self, guesses={key: replace(each) for key, each in self.guesses.items()})
@@ -135,10 +136,14 @@ class Engine:
     def idle(self) -> bool:
         return not (self.scheduler.running or self.scheduler.waiting)
 
-    def add(self, seq: Sequence) -> None:
-        """Queues a sequence. Raises QueueFull, TooLong or Malformed, and then keeps nothing of it."""
+    def add(self, seq: Sequence, forks: Seq[Sequence] = ()) -> None:
+        """Queues a sequence. Raises QueueFull, TooLong or Malformed, and then keeps nothing of it.
+
+        `forks`: sequences with the same prompt and no output. Each goes on from there with the KV that `seq` has, and computes the last
+        position for itself. Where that cannot be, because there is no room or `seq` has left, it is queued like any other.
+        """
         self.scheduler.claims.pop(seq.id, None)
-        self._welcome(seq)
+        self._welcome(seq, forks)
         self.scheduler.enqueue(seq)
 
     def reserve(self, seq: Sequence) -> bool:
@@ -163,24 +168,28 @@ class Engine:
         seq.drafted = end  # what a peer lends has both
         self.scheduler.advance(seq, end)
 
-    def adopt(self, seq: Sequence, first: int | None = None) -> None:
-        """No more KV comes from elsewhere: this engine computes what is pending. `first` is a token that became known meanwhile."""
+    def adopt(self, seq: Sequence, first: int | None = None, forks: Seq[Sequence] = ()) -> None:
+        """No more KV comes from elsewhere: this engine computes what is pending. `first` is a token that became known meanwhile.
+        `forks`: as in `add`."""
         if first is not None:
             learn(seq, first)
         if not seq.pending:
             raise ValueError(f"nothing of sequence {seq.id} is left to compute: no token could be sampled")
+        self._attach(seq, forks)
         self.scheduler.fetching.remove(seq)
         seq.move("adopt")
         seq.began = seq.computed
         self.scheduler.running.append(seq)
+        self._branch(seq)
 
-    def give_up(self, seq: Sequence, first: int | None = None) -> list[int]:
-        """Queues the sequence for a local prefill because the fetch failed. `first` means the same as in `adopt`.
+    def give_up(self, seq: Sequence, first: int | None = None, forks: Seq[Sequence] = ()) -> list[int]:
+        """Queues the sequence for a local prefill because the fetch failed. `first` and `forks` mean the same as in `adopt`.
 
         Returns the blocks that were being filled. The caller still owns them and releases them once no byte can land in them.
         """
         if first is not None:
             learn(seq, first)
+        self._attach(seq, forks)
         filling = self._withdraw(seq, "give_up")
         self.scheduler.enqueue(seq)
         return filling
@@ -196,7 +205,7 @@ class Engine:
             case State.FETCHING:
                 return self._withdraw(seq, "abort")
             case State.WAITING:
-                self.scheduler.waiting.remove(seq)
+                self._unqueue(seq)
                 seq.move("abort")
             case State.RUNNING:
                 self.scheduler.running.remove(seq)
@@ -217,12 +226,9 @@ class Engine:
         if parent.state is not State.RUNNING:
             raise ValueError(f"sequence {parent.id} is {parent.state.value}: nothing goes on from it")
         self._welcome(child)
-        if not self.scheduler.fork(parent, child):
+        if not self._fork(parent, child, done):
             del self.sequences[child.id]
             return False
-        full = done // self.block_size
-        if done % self.block_size:
-            self.runner.copy(parent.blocks[full], child.blocks[full])
         return True
 
     def pin(self, keys: Seq[bytes]) -> list[int]:
@@ -246,15 +252,53 @@ class Engine:
             counts.hit_tokens += seq.cached
         return plan.chunks
 
-    def _welcome(self, seq: Sequence) -> None:
+    def _welcome(self, seq: Sequence, forks: Seq[Sequence] = ()) -> None:
         check(seq, self.runner.vocab_size, self.max_len)
         if seq.params.prompt_logprobs is not None and (seq.hold or not self.scores):
             raise Malformed("prompt_logprobs: this engine cannot tell them")
-        if len(self.scheduler.waiting) >= self.scheduler.limits.max_queue:
+        if len(self.scheduler.waiting) + self.scheduler.num_attached >= self.scheduler.limits.max_queue:
             raise QueueFull(f"{len(self.scheduler.waiting)} sequences are waiting")
         if seq.id in self.sequences:
             raise ValueError(f"sequence {seq.id} is already here")
+        self._attach(seq, forks)
         self.sequences[seq.id] = seq
+
+    def _attach(self, parent: Sequence, forks: Seq[Sequence]) -> None:
+        """`forks` wait for the prompt of `parent`, with places in the order of arrival right behind its own."""
+        check_forks(parent, forks)
+        for child in forks:
+            check(child, self.runner.vocab_size, self.max_len)
+            if child.id in self.sequences:
+                raise ValueError(f"sequence {child.id} is already here")
+        if forks:
+            self.scheduler.attach(parent, forks)
+            self.sequences |= {child.id: child for child in forks}
+
+    def _branch(self, parent: Sequence) -> None:
+        """If `parent`, which runs, has computed its prompt, those that wait for it go on from there. They compute its last position again,
+        as a part of the prompt, each in a block of its own: so they sample their first tokens from the logits that they would have alone.
+        """
+        if parent.computed < parent.prompt_len - 1:
+            return
+        for child in self.scheduler.detach(parent):
+            child.started_at, child.cached = parent.started_at or 0.0, parent.cached
+            if not self._fork(parent, child, len(child.tokens) - 1):
+                child.started_at, child.cached = None, 0
+                self.scheduler.enqueue(child)
+
+    def _fork(self, parent: Sequence, child: Sequence, done: int) -> bool:
+        if not self.scheduler.fork(parent, child, done):
+            return False
+        self.counts.forks += 1
+        full, rest = divmod(done, self.block_size)
+        if rest:
+            self.runner.copy(parent.blocks[full], child.blocks[full])
+        return True
+
+    def _unqueue(self, seq: Sequence) -> None:
+        """A sequence that waits for room, or for the prompt of another one, no longer does."""
+        if not self.scheduler.forget_fork(seq):
+            self.scheduler.waiting.remove(seq)
 
     def _withdraw(self, seq: Sequence, event: str) -> list[int]:
         self.scheduler.fetching.remove(seq)
@@ -281,6 +325,7 @@ class Engine:
         if chunk.scored:
             return self._land_scored(chunk, tokens)
         self._advance(seq, chunk.n)
+        self._branch(seq)
         if not tokens:
             return [Output(seq, None, full=tuple(seq.blocks[: seq.computed // self.block_size]))] if seq.hold else []
         method = ""
@@ -307,6 +352,7 @@ class Engine:
         scores = tuple(each for each in tokens[first - seq.computed : count] if isinstance(each, Scored))
         seq.scored = max(seq.scored, seq.computed + count)
         self._advance(seq, chunk.n)
+        self._branch(seq)
         told = [Output(seq, None, scores=scores, scored_at=first + 1)] if scores else []
         return told + [self._settle(seq, token, False) for token in tokens[count:]]
 
@@ -346,6 +392,8 @@ class Engine:
     def _leave(self, seq: Sequence) -> None:
         del self.sequences[seq.id]
         self.drafter.forget(seq)
+        for child in self.scheduler.detach(seq):
+            self.scheduler.enqueue(child)
 
 
 def check(seq: Sequence, vocab_size: int, max_len: int) -> None:
@@ -365,6 +413,14 @@ def check(seq: Sequence, vocab_size: int, max_len: int) -> None:
         raise Malformed("max_thinking_tokens: this engine cannot end the thinking")
     if len(seq.tokens) + max(1, seq.remaining) > max_len:
         raise TooLong(f"{len(seq.tokens)} tokens and {seq.remaining} to come; one sequence may have {max_len}")
+
+
+def check_forks(parent: Sequence, forks: Seq[Sequence]) -> None:
+    """Raises ValueError for sequences that cannot go on from the prompt of `parent`."""
+    for child in forks:
+        alike = child.root == parent.root and child.tokens == parent.tokens[: parent.prompt_len] and child.prompt_len == parent.prompt_len
+        if not alike or parent.hold or child.hold:
+            raise ValueError(f"sequence {child.id} does not go on from the prompt of {parent.id}")
 
 
 def learn(seq: Sequence, token: int) -> None:

@@ -19,6 +19,7 @@ the previous batch ends; a static one waits until it is full, for `batch_wait_s`
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from baton.engine.core.arrivals import Arrivals
@@ -84,6 +85,7 @@ class Scheduler:
         self.waiting, self.claims = self._arrivals.waiting, self._arrivals.claims
         self.running: list[Sequence] = []  # in order of admission
         self.fetching: list[Sequence] = []
+        self.attached: dict[Sequence, list[Sequence]] = {}  # parent → those that will go on from its prompt; they wait in no queue
         # The last arrival of the current batch: later sequences do not join it.
         self._last: float = math.inf if limits.batching == "continuous" else -1
         self._forming_since: float | None = None
@@ -122,9 +124,10 @@ class Scheduler:
         self.fetching.append(seq)
         return True
 
-    def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Admits `child` with the parent's full blocks, and room of its own for the rest of its tokens. False: there is none."""
-        full = parent.computed // self.block_size
+    def fork(self, parent: Sequence, child: Sequence, done: int) -> bool:
+        """Admits `child` with the parent's full blocks among the first `done` positions, and room of its own for the rest of its tokens.
+        False: there is none."""
+        full = done // self.block_size
         fresh = self._blocks_for(len(child.tokens)) - full
         if not self._is_next(child) or not self._fits(child, full + fresh, self.pool.available - fresh):
             return False
@@ -133,10 +136,33 @@ class Scheduler:
         self.pool.share(parent.blocks[:full])
         child.blocks = parent.blocks[:full] + own
         child.sealed = min(parent.sealed, full)
-        child.computed = child.began = child.reached = parent.computed
-        child.drafted = min(parent.drafted, parent.computed)
+        child.keys = parent.keys[:full]
+        child.computed = child.began = child.reached = done
+        child.drafted = min(parent.drafted, done)
         child.move("admit")
         self.running.append(child)
+        return True
+
+    def attach(self, parent: Sequence, forks: Iterable[Sequence]) -> None:
+        """They wait for the prompt of `parent`, and in the order of arrival they follow it."""
+        for seq in (parent, *forks):
+            self._arrivals.place(seq)
+        self.attached[parent] = list(forks)
+
+    @property
+    def num_attached(self) -> int:
+        return sum(map(len, self.attached.values()))
+
+    def detach(self, parent: Sequence) -> list[Sequence]:
+        """Those that waited for its prompt."""
+        return self.attached.pop(parent, [])
+
+    def forget_fork(self, seq: Sequence) -> bool:
+        """Whether it waited for the prompt of another one; it no longer does."""
+        parent = next((parent for parent, forks in self.attached.items() if seq in forks), None)
+        if parent is None:
+            return False
+        self.attached[parent].remove(seq)
         return True
 
     def enqueue(self, seq: Sequence) -> None:
@@ -177,7 +203,7 @@ class Scheduler:
 
     def credit_tokens(self) -> int:
         """Tokens that this worker can still promise to hold, in addition to those that it has promised already."""
-        promised = self.growth((*self.running, *self.fetching, *self.waiting))
+        promised = self.growth((*self.running, *self.fetching, *self.waiting, *chain.from_iterable(self.attached.values())))
         return (self.pool.available - promised) * self.block_size
 
     def _form_batch(self, now: float) -> None:

@@ -15,7 +15,7 @@ from baton.moves import Moves
 
 
 class State(Enum):
-    WAITING = "waiting"  # in the scheduler's queue, owns no block
+    WAITING = "waiting"  # in the scheduler's queue, or for the prompt of the sequence that it is forked from; owns no block
     FETCHING = "fetching"  # owns blocks that another worker's KV is being copied into
     RUNNING = "running"
     HELD = "held"  # prompt computed; blocks pinned for a reader

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from baton.engine.core.arrivals import Arrivals
 from baton.engine.core.blocks import BlockPool
-from baton.engine.core.engine import Counts, Malformed, Output, QueueFull, TooLong, check, learn
+from baton.engine.core.engine import Counts, Malformed, Output, QueueFull, TooLong, check, check_forks, learn
 from baton.engine.core.sampling import RAW, Sampled
 from baton.engine.core.sequence import Sequence, State, finish_reason
 
@@ -57,14 +57,16 @@ class Desk:
         self.fetching: list[Sequence] = []
         self.counts = Counts()
         self._of: dict[str, Job] = {}  # sequence → its job
+        self._attached: dict[Sequence, list[Sequence]] = {}  # parent → those that wait until vLLM caches its prompt
         self._size = block_size
         self._numbers = itertools.count(1)
 
     # --- commands of the contract ---
 
-    def add(self, seq: Sequence) -> None:
+    def add(self, seq: Sequence, forks: Seq[Sequence] = ()) -> None:
+        """`forks` join the queue when vLLM has computed the prompt of `seq`: its prefix cache then has all but the last block."""
         self._claims.pop(seq.id, None)
-        self._welcome(seq, staged=seq.hold)
+        self._welcome(seq, staged=seq.hold, forks=forks)
         self._arrivals.enqueue(seq)
 
     def reserve(self, seq: Sequence) -> bool:
@@ -84,8 +86,8 @@ class Desk:
         self.fetching.append(seq)
         return True
 
-    def adopt(self, seq: Sequence, end: int | None, first: int | None) -> Job:
-        """The job that begins now."""
+    def adopt(self, seq: Sequence, end: int | None, first: int | None, forks: Seq[Sequence] = ()) -> Job:
+        """The job that begins now. `forks`: as in `add`."""
         if first is not None and seq.hold:
             raise ValueError(f"sequence {seq.id} is to be held: it samples its first token itself")
         if end is not None:
@@ -97,17 +99,19 @@ class Desk:
             learn(seq, first)
         if not seq.pending:
             raise ValueError(f"nothing of sequence {seq.id} is left to compute: no token could be sampled")
+        self._attach(seq, forks)
         self.fetching.remove(seq)
         seq.move("adopt")
         seq.began = seq.reached = seq.computed
         return self._open(seq, seq.blocks)
 
-    def give_up(self, seq: Sequence, first: int | None) -> list[int]:
+    def give_up(self, seq: Sequence, first: int | None, forks: Seq[Sequence] = ()) -> list[int]:
         if first is not None:
             learn(seq, first)
         if seq.state is not State.FETCHING:
-            self.add(seq)
+            self.add(seq, forks)
             return []
+        self._attach(seq, forks)
         filling = self._withdraw(seq, "give_up")
         self._arrivals.enqueue(seq)
         return filling
@@ -118,11 +122,12 @@ class Desk:
         seq = self.sequences.pop(seq_id, None)
         if seq is None:
             return [], None
+        self.queue_forks(seq)
         match seq.state:
             case State.FETCHING:
                 return self._withdraw(seq, "abort"), None
             case State.WAITING:
-                self.waiting.remove(seq)
+                self._unqueue(seq)
                 seq.move("abort")
             case State.RUNNING:
                 seq.move("abort")
@@ -142,6 +147,7 @@ class Desk:
         plan = Admission(expired=[Output(seq, None, expired=True) for seq in self._arrivals.expire(now)])
         for output in plan.expired:
             del self.sequences[output.seq.id]
+            self.queue_forks(output.seq)
         while self.waiting and self._running + len(self.fetching) < self.bounds.max_num_seqs and self._arrivals.is_next(self.waiting[0]):
             seq = self.waiting[0]
             blocks = self.staged.allocate(self._blocks_for(len(seq.tokens))) if seq.hold else []
@@ -170,6 +176,13 @@ class Desk:
         if job is None or not job.save_to or job.seq.state is not State.RUNNING:
             return None
         return Output(job.seq, None, full=tuple(job.blocks[:full]))
+
+    def queue_forks(self, parent: Sequence) -> bool:
+        """Those that wait for its prompt join the queue. Returns whether there were any."""
+        forks = self._attached.pop(parent, ())
+        for child in forks:
+            self._arrivals.enqueue(child)
+        return bool(forks)
 
     def preempted(self, job_id: str) -> None:
         self.counts.preemptions += 1
@@ -200,6 +213,7 @@ class Desk:
             return None
         seq.move("abort")
         del self.sequences[seq.id]
+        self.queue_forks(seq)
         self._leave(seq)
         return Output(seq, None, failure=message)
 
@@ -265,7 +279,26 @@ class Desk:
         filling, seq.blocks, seq.computed = seq.blocks, [], 0
         return filling
 
-    def _welcome(self, seq: Sequence, staged: bool) -> None:
+    def _attach(self, parent: Sequence, forks: Seq[Sequence]) -> None:
+        check_forks(parent, forks)
+        for child in forks:
+            check(child, self.bounds.vocab_size, self.bounds.max_len)
+            if child.id in self.sequences:
+                raise ValueError(f"sequence {child.id} is already here")
+        for seq in (parent, *forks) if forks else ():
+            self._arrivals.place(seq)
+        if forks:
+            self._attached[parent] = list(forks)
+            self.sequences |= {child.id: child for child in forks}
+
+    def _unqueue(self, seq: Sequence) -> None:
+        for forks in self._attached.values():
+            if seq in forks:
+                forks.remove(seq)
+                return
+        self.waiting.remove(seq)
+
+    def _welcome(self, seq: Sequence, staged: bool, forks: Seq[Sequence] = ()) -> None:
         """`staged`: its tokens' KV needs staged blocks, all at once."""
         check(seq, self.bounds.vocab_size, self.bounds.max_len)
         if seq.params.logprobs is not None and seq.params.logprobs_mode != RAW:
@@ -274,10 +307,11 @@ class Desk:
             raise Malformed("prompt_logprobs: this engine, vLLM, cannot tell them here")
         if staged and self._blocks_for(len(seq.tokens)) > self.staged.num_blocks:
             raise TooLong(f"{len(seq.tokens)} tokens; the staging memory holds {self.staged.num_blocks * self._size} (engine.staging_mib)")
-        if len(self.waiting) >= self.bounds.max_queue:
+        if len(self.waiting) + sum(map(len, self._attached.values())) >= self.bounds.max_queue:
             raise QueueFull(f"{len(self.waiting)} sequences are waiting")
         if seq.id in self.sequences:
             raise ValueError(f"sequence {seq.id} is already here")
+        self._attach(seq, forks)
         self.sequences[seq.id] = seq
 
     @property

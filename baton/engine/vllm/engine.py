@@ -17,7 +17,7 @@ import psutil
 from baton.engine.build import WARM_UP_TOKENS, BuildError
 from baton.engine.core.blocks import CacheChange
 from baton.engine.core.commands import prepare
-from baton.engine.core.contract import EngineStopped, Facts, Listener, Traits, cache_events
+from baton.engine.core.contract import EngineStopped, Facts, Listener, Traits, cache_events, taken
 from baton.engine.core.engine import Counts, Output
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.masks import NOTHING, allows
@@ -91,11 +91,11 @@ class VllmEngine:
 
     # --- commands ---
 
-    async def add(self, seq: Sequence) -> None:
+    async def add(self, seq: Sequence, forks: list[Sequence] | None = None) -> None:
         self._check()
-        await prepare(self._forms, seq)
+        await prepare(self._forms, seq, *(forks or ()))
         try:
-            self._desk.add(seq)
+            self._desk.add(seq, taken(forks))
         finally:
             self._admit()  # also after a refusal: the sequence has given up the place that it claimed
 
@@ -104,14 +104,16 @@ class VllmEngine:
         await prepare(self._forms, seq)
         return self._desk.reserve(seq)
 
-    async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None) -> None:
+    async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None, forks: list[Sequence] | None = None) -> None:
         self._check()
-        self._follow(self._desk.adopt(seq, end, first))
+        await prepare(self._forms, *(forks or ()))
+        self._follow(self._desk.adopt(seq, end, first, taken(forks)))
 
-    async def give_up(self, seq: Sequence, filling: list[int], first: int | None = None) -> None:
+    async def give_up(self, seq: Sequence, filling: list[int], first: int | None = None, forks: list[Sequence] | None = None) -> None:
         self._check()
+        await prepare(self._forms, *(forks or ()))
         try:
-            filling.extend(self._desk.give_up(seq, first))
+            filling.extend(self._desk.give_up(seq, first, taken(forks)))
         finally:
             self._admit()
 
@@ -259,6 +261,8 @@ class VllmEngine:
                 output = self._desk.failed(job, misfit)
             else:
                 output = self._desk.sampled(job, _sampled(token, completion.logprobs[i] if completion.logprobs else None, job.seq))
+            if self._desk.queue_forks(job.seq):
+                self._admit()
             if output is None:
                 return
             self._emit(output)
