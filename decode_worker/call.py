@@ -90,6 +90,22 @@ Event = PromptScores | Adopted | Made | Finished | BatonError
 Emit = Callable[[Event], None]
 
 
+class Ahead:
+    """The call that others begin with, as they see it: they go on from the prompt that it has computed or read."""
+
+    def __init__(self, expected: int = 0) -> None:
+        self.expected = expected  # how many begin with it
+        self.forks: list[Sequence] = []  # those that have come and that the engine does not have
+        self.begun = False  # its task runs before theirs, unless it was cancelled before
+        self.settled = asyncio.Event()  # the engine has those that it will get with this call
+        self.refusal: BatonError | None = None  # why the call was not placed
+
+    def settle(self, refusal: BatonError | None = None) -> None:
+        if not self.settled.is_set():
+            self.refusal = refusal
+            self.settled.set()
+
+
 @dataclass(eq=False, slots=True)
 class Call:
     seq: Sequence
@@ -98,6 +114,8 @@ class Call:
     emit: Emit
     first: "asyncio.Future[int] | None" = None  # of a live call: resolves to the first token
     span: Span = NO_SPAN
+    ahead: Ahead = field(default_factory=Ahead)  # for the calls that begin with this one
+    forked: bool = False  # it begins with another
     state: CallState = CallState.ARRIVED
     fetch: Fetch | None = None  # what was opened and is not settled
     filling: list[int] = field(default_factory=list)  # blocks that the engine gave up and the fetch may still write into

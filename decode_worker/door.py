@@ -2,14 +2,15 @@
 
 import asyncio
 from dataclasses import asdict
+from functools import partial
 
 from baton.cluster.errors import BatonError
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.identity import Identity
-from baton.worker.session import Emit, Form, SessionDoor
-from baton.worker.wire import to_call_error, to_finish, to_prompt_logprobs, to_sequence, to_token, unpack_handle
-from decode_worker.call import Adopted, Event, Finished, Made, PromptScores
+from baton.worker.session import Emit, Form, Serve, SessionDoor
+from baton.worker.wire import to_call_error, to_finish, to_fork, to_prompt_logprobs, to_sequence, to_token, unpack_handle
+from decode_worker.call import Adopted, Ahead, Event, Finished, Made, PromptScores
 from decode_worker.worker import DecodeWorker
 
 
@@ -17,15 +18,37 @@ class DecodeDoor(SessionDoor, worker_pb2_grpc.DecodeServicer):
     def __init__(self, worker: DecodeWorker, identity: Identity) -> None:
         self._worker = worker
         self._identity = identity
-        self.form = Form(self._serve, to_message, pb.DecodeEvents)
+        self.form = Form(self._begin, to_message, pb.DecodeEvents)
 
-    async def _serve(self, start: pb.DecodeStart, emit: Emit, first: "asyncio.Future[int]") -> None:
-        self._identity.check(start.to)
+    def _begin(self, call_id: int, start: pb.DecodeStart) -> list[tuple[int, Serve]]:
+        ahead = Ahead(len(start.forks))
+        forks = [(fork.call_id, partial(self._follow, start, fork, ahead)) for fork in start.forks]
+        return [(call_id, partial(self._serve, start, ahead)), *forks]
+
+    async def _serve(self, start: pb.DecodeStart, ahead: Ahead, emit: Emit, first: "asyncio.Future[int]") -> None:
         timeout_s, job = start.timeout_ms / 1000, start.job
-        handle = unpack_handle(start.handle) if start.handle else None
-        seq = to_sequence(job, self._identity.model_fingerprint, timeout_s=timeout_s)
-        live = first if start.live else None
-        await self._worker.run(seq, job.request_id, handle, timeout_s, emit, live, job.traceparent, job.tracestate)
+        ahead.begun = True
+        try:
+            self._identity.check(start.to)
+            handle = unpack_handle(start.handle) if start.handle else None
+            seq = to_sequence(job, self._identity.model_fingerprint, timeout_s=timeout_s)
+            live = first if start.live else None
+            call = self._worker.open(seq, job.request_id, handle, emit, live, job.traceparent, job.tracestate)
+            call.ahead = ahead
+            await self._worker.serve(call, timeout_s)
+        except BatonError as error:
+            ahead.settle(error)
+            raise
+        finally:
+            ahead.settle()
+
+    async def _follow(self, start: pb.DecodeStart, fork: pb.DecodeFork, ahead: Ahead, emit: Emit, _: "asyncio.Future[int]") -> None:
+        timeout_s, job = start.timeout_ms / 1000, start.job
+        if not ahead.begun:
+            ahead.settle()
+        seq = to_fork(job, fork, self._identity.model_fingerprint, timeout_s=timeout_s)
+        call = self._worker.open(seq, fork.request_id, None, emit, None, fork.traceparent, fork.tracestate)
+        await self._worker.follow(call, ahead, timeout_s)
 
 
 def to_message(call_id: int, event: Event) -> pb.DecodeEvent:

@@ -10,7 +10,7 @@ If a fetch fails for any reason, the worker prefills locally (or, by config, fai
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -26,7 +26,7 @@ from baton.engine.core.engine import Output, Refused
 from baton.engine.core.sequence import Sequence
 from baton.worker.kv_port import KvPort
 from baton.worker.refusal import failure, refusal
-from decode_worker.call import Adopted, Call, CallState, Emit, Finished, Made, PromptScores
+from decode_worker.call import Adopted, Ahead, Call, CallState, Emit, Finished, Made, PromptScores
 from decode_worker.meter import HandoffMeter
 from kvtransfer.handle import KvHandle
 from kvtransfer.importer import Fetch
@@ -54,33 +54,64 @@ class DecodeWorker:
     def idle(self) -> bool:
         return not self._calls and not self.port.importer.quarantined_blocks
 
-    async def run(
+    def open(
         self,
         seq: Sequence,
         request_id: str,
         handle: KvHandle | None,
-        timeout_s: float,
         emit: Emit,
         first: "asyncio.Future[int] | None" = None,
         traceparent: str = "",
         tracestate: str = "",
-    ) -> None:
-        """Serves one call. Events go to `emit`; the last is Finished or a BatonError. A call that is cancelled ends without either.
+    ) -> Call:
+        """A call, to be served. Events go to `emit`; the last is Finished or a BatonError. A call that is cancelled ends without either.
 
         `first` belongs to a live call, whose `seq` has only the prompt. It resolves to the token that the prefill worker samples.
         """
-        span = self._tracer.follow(semconv.DECODE_WORK, traceparent, tracestate)
-        call = Call(seq, request_id, handle, emit, first, span=span)
-        self._calls[seq.id] = call
-        try:
+        return Call(seq, request_id, handle, emit, first, span=self._tracer.follow(semconv.DECODE_WORK, traceparent, tracestate))
+
+    async def serve(self, call: Call, timeout_s: float) -> None:
+        """Serves one call, and gives the engine those that begin with it."""
+
+        async def place() -> None:
             self.admit()
+            if call.ahead.expected:
+                await asyncio.sleep(0)  # then they have come, unless they were cancelled
+            await self._place(call)
+            call.ahead.settle()
+
+        await self._last(call, timeout_s, place)
+
+    async def follow(self, call: Call, ahead: Ahead, timeout_s: float) -> None:
+        """Serves a call that begins with another one. If that one leaves before, the engine computes the prompt for this one."""
+
+        async def place() -> None:
+            await ahead.settled.wait()
+            if ahead.refusal is not None:
+                raise ahead.refusal
+            if call.seq in ahead.forks:
+                ahead.forks.remove(call.seq)
+                await self.engine.add(call.seq)
+
+        call.forked = True
+        ahead.forks.append(call.seq)
+        try:
+            await self._last(call, timeout_s, place)
+        finally:
+            if call.seq in ahead.forks:
+                ahead.forks.remove(call.seq)
+
+    async def _last(self, call: Call, timeout_s: float, place: Callable[[], Awaitable[None]]) -> None:
+        """Places the call, and returns when it is over."""
+        self._calls[call.seq.id] = call
+        try:
             async with asyncio.timeout(timeout_s):
-                await self._place(call)
+                await place()
                 await call.over.wait()
         except Refused as error:
-            call.fail(refusal(error))
+            self._fail(call, refusal(error))
         except Exception as error:
-            call.fail(told(error))
+            self._fail(call, told(error))
         except asyncio.CancelledError:
             # Nobody wants the request any more. After an error the lease is kept, because another worker may read it.
             if call.state is CallState.FETCHING and call.fetch is not None:
@@ -88,7 +119,8 @@ class DecodeWorker:
             call.span.end(Reason.CANCELLED.name)
             raise
         finally:
-            del self._calls[seq.id]
+            call.ahead.settle()
+            del self._calls[call.seq.id]
             if call.state is not CallState.ENDED:
                 await asyncio.shield(self._withdraw(call))
 
@@ -110,7 +142,7 @@ class DecodeWorker:
             call.emit(Made(output.sampled, output.guessed, output.rejected))
             if output.finish is not None:
                 seq = output.seq
-                recomputed = seq.prefilled if call.handle is not None else 0
+                recomputed = seq.prefilled if call.handle is not None or call.forked else 0
                 handoff = replace(call.handoff, recomputed_tokens=recomputed)
                 call.emit(Finished(output.finish, handoff, seq.cached, seq.preemptions))
                 call.end()
@@ -123,7 +155,7 @@ class DecodeWorker:
         """Adds the sequence to the engine, with its KV if that can be fetched."""
         if call.handle is None:
             call.move("add")
-            await self.engine.add(call.seq)
+            await self.engine.add(call.seq, call.ahead.forks)
             return
         try:
             with call.span.child(semconv.TRANSFER, "client", {semconv.WORKER: call.handle.worker}) as span:
@@ -154,8 +186,8 @@ class DecodeWorker:
         span.set(call.handoff.attributes())
         span.end()  # the request may be over before `adopt` returns
         first = await call.first if call.first is not None else None
-        call.emit(Adopted(call.handoff))  # before the engine has the sequence: its first token may come immediately
-        await self.engine.adopt(seq, handle.end, first)
+        self._adopted(call)  # before the engine has the sequence: its first token may come immediately
+        await self.engine.adopt(seq, handle.end, first, call.ahead.forks)
         failpoint("kv.adopted")
 
     async def _recompute(self, call: Call, error: BatonError) -> None:
@@ -163,12 +195,22 @@ class DecodeWorker:
         call.move("recompute")
         call.handoff = Handoff(failure=error.reason.name)
         seq = call.seq
-        call.emit(Adopted(call.handoff))  # from here on we are responsible for the lease
+        self._adopted(call)  # from here on we are responsible for the lease
         if call.fetch is not None:
             self.port.importer.release_later(call.fetch)
         first = await call.first if call.first is not None else None
-        await self.engine.give_up(seq, call.filling, first)  # into the call: we may be cancelled while the command runs
+        await self.engine.give_up(seq, call.filling, first, call.ahead.forks)  # into the call: we may be cancelled while the command runs
         await self._settle(call)
+
+    def _adopted(self, call: Call) -> None:
+        """Tells the call that its KV was read, and those that begin with it, for which nothing was."""
+        call.emit(Adopted(call.handoff))
+        for seq in call.ahead.forks:
+            self._calls[seq.id].emit(Adopted(Handoff()))
+
+    def _fail(self, call: Call, error: BatonError) -> None:
+        call.ahead.settle(error)
+        call.fail(error)
 
     async def _withdraw(self, call: Call) -> None:
         """The call ends early: removes everything that it holds."""

@@ -1,6 +1,7 @@
 """The gRPC service of the prefill role. Protobuf stops here."""
 
 import asyncio
+from functools import partial
 
 from baton.cluster.errors import BatonError
 from baton.v1 import worker_pb2 as pb
@@ -19,7 +20,7 @@ class PrefillDoor(SessionDoor, worker_pb2_grpc.PrefillServicer):
         self._worker = worker
         self._identity = identity
         self._prompts = prompts
-        self.form = Form(self._serve, to_message, pb.PrefillEvents)
+        self.form = Form(lambda call_id, start: [(call_id, partial(self._serve, start))], to_message, pb.PrefillEvents)
 
     async def _serve(self, start: pb.PrefillStart, emit: Emit, _: "asyncio.Future[int]") -> None:
         self._identity.check(start.to)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, TypeVar
@@ -102,31 +102,55 @@ class GrpcWorkers:
         handle: bytes,
         timeout_s: float,
         first: "asyncio.Future[int] | None" = None,
+        forks: Sequence["GrpcFork"] = (),
     ) -> AsyncGenerator[DecodeEvent, None]:
         """Yields events up to and including Ended. Closing the generator early cancels the call on the worker.
 
         `first`: given if the prompt is still being computed and its KV is read piece by piece. It resolves to the first token, which is
-        then sent to the worker.
+        then sent to the worker. `forks` begin with this call.
         """
-        session, ended = self._session(worker, "decode"), None
+        session, last = self._session(worker, "decode"), None
         span = request.trace.span.child(semconv.DECODE, "client", {semconv.WORKER: worker.name})
         start = pb.DecodeStart(handle=handle, to=to_addressee(worker), timeout_ms=to_ms(timeout_s), live=first is not None)
+        start.forks.extend(fork.told for fork in forks)
         command = pb.DecodeCommand(start=start)
         to_job(request, span, command.start.job)
         inbox: Inbox[Message] = Inbox(self._streams.interval_s, request.backlog)
-        put = self._putting(inbox, request.backlog)
-        with span, self._open(inbox), session.start(command, len(request.tokens), timeout_s, put) as call:
+        put, begun = self._putting(inbox, request.backlog), [fork.call for fork in forks]
+        with span, self._open(inbox), session.start(command, len(request.tokens), timeout_s, put, begun) as call:
             if first is not None:
                 first.add_done_callback(partial(_tell_first, call))
-            while ended is None:
-                messages, size = await inbox.take(BYTES_AT_ONCE)
-                await self._streams.budget.spend(int(size * CONVERTING))
-                for event in to_events(messages):
+            async with aclosing(self._read(inbox)) as events:
+                async for event in events:
                     if isinstance(event, Ended):
-                        ended = event
-                        break  # an error may have come after it
+                        last = event
+                        break
                     yield event
-        yield ended
+        if last is not None:
+            yield last  # after its span: a caller that has it need not read to the end of the stream
+
+    def fork(self, worker: WorkerRecord, request: Request, timeout_s: float) -> "GrpcFork":
+        """See `Workers.fork`. Raises BatonError(WORKER_LOST)."""
+        session = self._session(worker, "decode")
+        inbox: Inbox[Message] = Inbox(self._streams.interval_s, request.backlog)
+        call = session.join(timeout_s, self._putting(inbox, request.backlog))
+        span = request.trace.span.child(semconv.DECODE, "client", {semconv.WORKER: worker.name})
+        held = ExitStack()
+        for part in (span, self._open(inbox), call):
+            held.enter_context(part)
+        seed, trace = request.params.seed, {"traceparent": span.traceparent, "tracestate": span.tracestate}
+        told = pb.DecodeFork(call_id=call.number, seed=seed, request_id=request.id, **trace)
+        return GrpcFork(told, call, held, self._read(inbox))
+
+    async def _read(self, inbox: Inbox[Message]) -> AsyncGenerator[DecodeEvent, None]:
+        """Up to and including Ended: an error may come after it."""
+        while True:
+            messages, size = await inbox.take(BYTES_AT_ONCE)
+            await self._streams.budget.spend(int(size * CONVERTING))
+            for event in to_events(messages):
+                yield event
+                if isinstance(event, Ended):
+                    return
 
     def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
         """Ends a lease that nobody will read, without waiting. Best effort: it expires anyway."""
@@ -269,6 +293,26 @@ class GrpcWorkers:
             await _answer(stub.Release(pb.ReleaseRequest(handle=handle, request_id=request_id), timeout=RELEASE_TIMEOUT_S))
         except BatonError as error:
             log.debug("release at %s: %s", worker.name, error)
+
+
+class GrpcFork:
+    """See `router.workers.Fork`. `held`: what lasts as long as the call."""
+
+    def __init__(self, told: pb.DecodeFork, call: Call[Any], held: ExitStack, events: AsyncGenerator[DecodeEvent, None]) -> None:
+        self.told = told
+        self.call = call
+        self._held = held
+        self._events = events
+
+    async def events(self) -> AsyncGenerator[DecodeEvent, None]:
+        with self._held:
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    yield event
+
+    def close(self) -> None:
+        self.call.cancel()
+        self._held.close()
 
 
 def _identity(worker: WorkerRecord) -> _Identity:

@@ -28,17 +28,18 @@ from baton.cluster.handoff import Handoff
 from baton.cluster.records import WorkerRecord
 from baton.engine.core.block_key import extend_keys, root_key
 from router.conduct import Conduct
+from router.life import Life
 from router.live_decode import LiveDecode
 from router.outliers import Stride
 from router.poison import Poison
 from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
-from router.prompt_lease import PromptLease, Started
-from router.request import NEAR_DEADLINE_S, Failure, Request, Scores, Tokens
+from router.prompt_lease import Joined, PromptLease, Started
+from router.request import NEAR_DEADLINE_S, Failure, Request, Scores, Tokens, emitted, too_late
 from router.request_log import RequestLog, name
 from router.served import ServedModel
 from router.turnstile import Turnstile
-from router.waiting_room import WaitingRoom
-from router.workers import Adopted, DecodeEvent, Died, Ended, FirstToken, Opened, Source, Workers
+from router.waiting_room import NoRoom, WaitingRoom, no_room
+from router.workers import Adopted, DecodeEvent, Died, Ended, FirstToken, Fork, Opened, Source, Workers
 
 log = logging.getLogger(__name__)
 RECOVER_POLL_S = 0.05
@@ -47,14 +48,9 @@ LEASE_STANDS = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINI
 CHOSEN_A_TURN = 8192  # keys of the prompts for which workers are chosen; a worker that is judged costs as much as KEYS_A_WORKER
 KEYS_A_WORKER = 8
 LONG_PROMPT = 4096  # tokens
-CONFIRM_S = 1.0  # for a worker whose connection was lost to answer; a process that is gone refuses at once
 
 
 Found = TypeVar("Found", bound=Choice | Bypass)
-
-
-class _NoRoom(BatonError):
-    """Our own view found no room during the whole wait: an immediate retry would fail in the same way."""
 
 
 class Dispatcher:
@@ -78,7 +74,7 @@ class Dispatcher:
         self._poison = Poison()
         self._log = RequestLog(log)
         self._turns = Turnstile(CHOSEN_A_TURN)
-        self._asked: dict[Identity, asyncio.Task[bool]] = {}  # workers whose life is in question
+        self._life = Life(workers, config.hang_s)
         self._room = WaitingRoom()
         self._ranks = itertools.count()
         self._members.listen(self._call)
@@ -92,14 +88,18 @@ class Dispatcher:
         failed: set[Identity] = set()  # workers that failed this request
         self._refuse_poison(request)
         try:
+            joined = await self._turn_in_family(request)
             while request.finish is None:
                 await self._wait_for_trial(request)
-                async with aclosing(self._attempt(request, failed)) as batches:
+                attempt = self._attempt(request, failed) if joined is None else self._join(request, joined, failed)
+                joined = None
+                async with aclosing(attempt) as batches:
                     async for tokens in batches:
                         request.grow(tokens)
                         yield tokens
         finally:
             self._poison.forget(request)
+            self._leave_family(request)
 
     async def _attempt(self, request: Request, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:
         """Yields tokens until the request is finished or a failure costs it a retry. Raises BatonError if it cannot be retried."""
@@ -129,10 +129,54 @@ class Dispatcher:
                 if lease.held and lease.holder:
                     self._workers.release(lease.holder, lease.release(), request.id)
 
+    async def _turn_in_family(self, request: Request) -> Joined | None:
+        """Waits until one of several answers to a prompt can begin. None: it begins by itself. Raises DEADLINE."""
+        if request.family is None:
+            return None
+        try:
+            async with asyncio.timeout(self._remaining(request)):
+                joined: Joined | None = await request.family.turn(request.choice)
+                return joined
+        except TimeoutError:
+            raise too_late(request, "while its prompt was computed for another answer") from None
+
+    def _leave_family(self, request: Request) -> None:
+        if request.family is not None and (joined := request.family.leave(request.choice)) is not None:
+            joined.fork.close()
+            self._end_start(joined.started)
+
+    def _forks(self, leader: Request, worker: WorkerRecord) -> list[Fork]:
+        """Calls that begin with the leader's, for the answers that wait for it. Raises WORKER_LOST."""
+        family, forks = leader.family, list[Fork]()
+        if family is None or family.leader != leader.choice:
+            return []
+        for place, request in family.waiting.items():
+            forks.append(fork := self._workers.fork(worker, request, self._remaining(request)))
+            started = Started(worker, self._work(request), len(request.tokens))
+            self._poison.begin(started.work, request, worker.name, worker.incarnation)
+            self._members.start_decode(started.work, worker.name, request.params.max_tokens)
+            family.join(place, Joined(leader, started, fork))
+        return forks
+
+    async def _join(self, request: Request, joined: Joined, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:
+        """As `_attempt`, with the call that has begun with the leader's. The leader's stages until then are those of all."""
+        trace, theirs = request.trace, joined.leader.trace
+        trace.follow(theirs)
+        try:
+            async with aclosing(self._read(request, joined.started, joined.fork.events(), None, failed)) as events:
+                async for event in events:
+                    if isinstance(event, tuple):
+                        yield event
+        except BatonError as error:
+            self._spend_retry(request, error)
+        finally:
+            trace.cached_tokens = trace.cached_tokens or theirs.cached_tokens
+
     async def _decode_leased(self, request: Request, lease: PromptLease, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:
         """Yields the tokens of one decode worker. Returns early, with a retry spent, if another worker may read the same lease."""
         try:
-            async with aclosing(self._decode(request, lease, failed)) as events:
+            started, given = await self._begin(request, lease, failed)
+            async with aclosing(self._read(request, started, given, lease.holder, failed)) as events:
                 async for event in events:
                     if isinstance(event, tuple):
                         yield event
@@ -192,11 +236,11 @@ class Dispatcher:
 
     async def _start_live(self, request: Request, handle: bytes, failed: set[Identity], lease: PromptLease) -> None:
         await self._turn(request)
-        choice = choose_decode(self._model, self._keys(request), request.longest, self._clock(), failed, self._terms, request.tie)
+        choice = choose_decode(self._model, self._keys(request), request.longest_together, self._clock(), failed, self._terms, request.tie)
         if not isinstance(choice, Choice) or choice.reason != "fits":
             return  # the lease waits for a decode worker with room
         lease.read(started := self._start(request, choice))
-        started.live = LiveDecode(lambda first: self._workers.decode(started.worker, request, handle, self._remaining(request), first))
+        started.live = LiveDecode(lambda first: self._open(request, started, handle, first))
         await asyncio.sleep(0)  # the call is sent before a token is added to the request
 
     async def _tell_first(self, request: Request, lease: PromptLease, first: FirstToken) -> None:
@@ -210,8 +254,7 @@ class Dispatcher:
         """Ends a live decode call that was not taken over."""
         reader, lease.reader = lease.reader, None
         if reader is not None:
-            self._poison.end(reader.work)
-            self._members.end_decode(reader.work)
+            self._end_start(reader)
             if reader.live is not None:
                 self._model.index.retract(reader.worker.name, request.keys)
                 await reader.live.close()
@@ -226,24 +269,39 @@ class Dispatcher:
         self._members.start_decode(work, worker.name, request.longest)
         return Started(worker, work, len(request.tokens))
 
-    async def _decode(self, request: Request, lease: PromptLease, failed: set[Identity]) -> AsyncGenerator[Tokens | Adopted, None]:
-        """Yields the tokens of one decode worker, and Adopted when it no longer needs the lease. Sets `request.finish` at the end."""
+    async def _begin(
+        self, request: Request, lease: PromptLease, failed: set[Identity]
+    ) -> tuple[Started, AsyncGenerator[DecodeEvent, None]]:
+        """A decode call, and its events: the live one, or a new one."""
         started, lease.reader = lease.reader, None
-        if started is None:
-            started = self._start(request, await self._choose_decode(request, failed))
-        worker, trace, handle = started.worker, request.trace, lease.handle
+        if started is not None and started.live is not None:
+            return started, started.live.events()
+        started = self._start(request, await self._choose_decode(request, failed))
+        started.whole_prompt = not lease.handle and started.known == request.prompt_len + request.resumed
+        return started, self._open(request, started, lease.handle)
+
+    async def _read(
+        self,
+        request: Request,
+        started: Started,
+        given: AsyncGenerator[DecodeEvent, None],
+        holder: WorkerRecord | None,
+        failed: set[Identity],
+    ) -> AsyncGenerator[Tokens | Adopted, None]:
+        """Yields the tokens of a decode call, and Adopted when it no longer needs the lease. Sets `request.finish` at the end. `holder`: of
+        the KV that it reads."""
+        worker, trace = started.worker, request.trace
         trace.decode_worker = worker.name
         trace.watch.at(worker.name)
         stride = Stride()
         try:
             if started.live is None:
                 await self._turn_to_send(request)
-            async with aclosing(self._events(request, started, handle)) as events:
+            async with aclosing(given) as events:
                 async for event in events:
                     if isinstance(event, Ended):
                         self.conduct.decoded(worker)
-                        first_to_compute = started.known == request.prompt_len + request.resumed
-                        self._note_end(request, event, not handle and started.live is None and first_to_compute)
+                        self._note_end(request, event, started.whole_prompt)
                         continue
                     if isinstance(event, Scores):
                         request.note_scores(event)
@@ -251,7 +309,7 @@ class Dispatcher:
                     trace.watch.enter("decode", worker.name)
                     if isinstance(event, Adopted):
                         trace.handoff += event.handoff
-                        self.conduct.handed_over(lease.holder, worker, event.handoff)
+                        self.conduct.handed_over(holder, worker, event.handoff)
                         yield event
                         continue
                     stride.come(len(event), self._clock())
@@ -263,12 +321,15 @@ class Dispatcher:
             raise
         except BatonError as error:
             if error.reason is not Reason.STALLED:  # the client's doing
-                await self._note_failure(request, started, lease.holder, error, failed)
+                await self._note_failure(request, started, holder, error, failed)
             raise
         finally:
             self.conduct.streamed(worker, stride)
-            self._poison.end(started.work)
-            self._members.end_decode(started.work)
+            self._end_start(started)
+
+    def _end_start(self, started: Started) -> None:
+        self._poison.end(started.work)
+        self._members.end_decode(started.work)
 
     async def _note_failure(
         self, request: Request, started: Started, holder: WorkerRecord | None, error: BatonError, failed: set[Identity]
@@ -289,15 +350,27 @@ class Dispatcher:
             trace.cached_tokens = min(ended.cached_tokens, request.prompt_len)
         request.finish = ended.finish
 
-    def _events(self, request: Request, started: Started, handle: bytes) -> AsyncGenerator[DecodeEvent, None]:
-        if started.live is not None:
-            return started.live.events()
-        return self._workers.decode(started.worker, request, handle, self._remaining(request))
+    def _open(
+        self, request: Request, started: Started, handle: bytes, first: "asyncio.Future[int] | None" = None
+    ) -> AsyncGenerator[DecodeEvent, None]:
+        """The events of a new decode call, with which those of the answers that wait for this one begin."""
+
+        async def opened() -> AsyncGenerator[DecodeEvent, None]:
+            forks = self._forks(request, started.worker)
+            events = self._workers.decode(started.worker, request, handle, self._remaining(request), first, forks)
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+
+        if request.family is None:
+            return self._workers.decode(started.worker, request, handle, self._remaining(request), first)
+        return opened()
 
     async def _choose_prefill(self, request: Request, failed: set[Identity]) -> Choice | Bypass:
         def choose() -> Choice | Bypass | NoWorker | Saturated:
             keys, now = self._keys(request), self._clock()
-            found = choose_prefill(self._model, keys, len(request.tokens), request.longest, now, failed, self._terms, request.tie)
+            longest = request.longest_together
+            found = choose_prefill(self._model, keys, len(request.tokens), longest, now, failed, self._terms, request.tie)
             return Bypass("prompt_logprobs") if request.unscored and isinstance(found, Choice) else found
 
         return await self._chosen(request, failed, choose, begun=False)
@@ -305,7 +378,7 @@ class Dispatcher:
     async def _choose_decode(self, request: Request, failed: set[Identity]) -> Choice:
         def choose() -> Choice | NoWorker | Saturated:
             keys, now = self._keys(request), self._clock()
-            return choose_decode(self._model, keys, request.longest, now, failed, self._terms, request.tie) or NoWorker()
+            return choose_decode(self._model, keys, request.longest_together, now, failed, self._terms, request.tie) or NoWorker()
 
         return await self._chosen(request, failed, choose, begun=True)
 
@@ -321,7 +394,7 @@ class Dispatcher:
         with self._room.enter((not begun, request.priority, request.arrival, next(self._ranks))) as place:
             while True:
                 if self._model.decode_workers() and not await place.called(min(request.deadline, until) - self._clock()):
-                    raise self._no_room(request)
+                    raise no_room(request, self._clock(), self._config.queue_timeout_s)
                 await self._turn(request)
                 found = choose()
                 if isinstance(found, NoWorker):
@@ -347,12 +420,6 @@ class Dispatcher:
         if len(request.tokens) > LONG_PROMPT:
             await self._turn(request)
 
-    def _no_room(self, request: Request) -> BatonError:
-        if self._clock() >= request.deadline:
-            return _too_late(request, "while it waited for a decode worker with room")
-        message = f"no decode worker had room for {self._config.queue_timeout_s:g} s"
-        return _NoRoom(Reason.SATURATED, message, metadata=_emitted(request))
-
     async def _wait_for_workers(self, request: Request, failed: set[Identity]) -> None:
         """Returns when there is a decode worker. A new request is refused immediately; a request that has begun waits for one to appear."""
         if self._model.decode_workers() and not failed:
@@ -364,16 +431,16 @@ class Dispatcher:
         while not self._model.decode_workers():
             now = self._clock()
             if now >= request.deadline:
-                raise _too_late(request, "while no decode worker was available")
+                raise too_late(request, "while no decode worker was available")
             if now >= until:
-                raise BatonError(Reason.RETRIES_SPENT, "no decode worker came back", metadata=_emitted(request))
+                raise BatonError(Reason.RETRIES_SPENT, "no decode worker came back", metadata=emitted(request))
             await asyncio.sleep(RECOVER_POLL_S)
 
     async def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[Identity], work: str) -> None:
         """Raises BatonError(POISONOUS) if the request killed the worker."""
         failed.add((worker.name, worker.incarnation))
         request.trace.failures.append(Failure(request.trace.watch.clock(), worker.name, error.reason.name))
-        dead = isinstance(error, Died) and not await self._lives(worker)
+        dead = isinstance(error, Died) and not await self._life.confirmed(worker)
         await self._turn(request)
         self._model.index.retract(worker.name, request.keys)
         if dead and self._poison.died(work):
@@ -381,23 +448,7 @@ class Dispatcher:
             self._poison.quarantine(parents, block_size, prompt, self._clock() + self._config.quarantine_s)
             message = f"{request.suspicion.deaths} workers died of this request"
             log.warning("giving up request %s: %s", name(request.id), message)
-            raise BatonError(Reason.POISONOUS, message, metadata=_emitted(request)) from error
-
-    async def _lives(self, worker: WorkerRecord) -> bool:
-        """Whether only the connection was lost: the same process answers, and its engine makes progress. This happens with every worker
-        after this router was stopped for a while. All requests that it served ask this at once, so they share one probe."""
-        identity = worker.name, worker.incarnation
-        if identity not in self._asked:
-            asked = self._asked[identity] = asyncio.create_task(self._answers(worker))
-            asked.add_done_callback(lambda _: self._asked.pop(identity))
-        return await asyncio.shield(self._asked[identity])
-
-    async def _answers(self, worker: WorkerRecord) -> bool:
-        try:
-            answer = await self._workers.probe(worker, CONFIRM_S)
-        except BatonError:
-            return False
-        return answer.stalled_s < self._config.hang_s
+            raise BatonError(Reason.POISONOUS, message, metadata=emitted(request)) from error
 
     def _refuse_poison(self, request: Request) -> None:
         if self._model.served is not None and (left_s := self._poison.refusal(*self._prompt(request), self._clock())) is not None:
@@ -406,7 +457,7 @@ class Dispatcher:
     async def _wait_for_trial(self, request: Request) -> None:
         while not self._poison.may_try(request):
             if self._clock() >= request.deadline:
-                raise _too_late(request)
+                raise too_late(request)
             await asyncio.sleep(RECOVER_POLL_S)
 
     def _prompt(self, request: Request) -> tuple[list[bytes], int, list[int]]:
@@ -418,10 +469,10 @@ class Dispatcher:
 
     def _spend_retry(self, request: Request, error: BatonError) -> None:
         """Raises unless the request may be retried."""
-        if isinstance(error, _NoRoom) or not error.reason.value.retry_elsewhere:
+        if isinstance(error, NoRoom) or not error.reason.value.retry_elsewhere:
             raise error
         if request.deadline - self._clock() < NEAR_DEADLINE_S:
-            raise _too_late(request) from error
+            raise too_late(request) from error
         spent = ""
         if request.trace.retries >= self._config.max_retries:
             spent = f"given up after {request.trace.retries} retries"
@@ -429,7 +480,7 @@ class Dispatcher:
             spent = "not tried again, because too many requests fail (router.retry_budget)"
         if spent:
             reason = Reason.SATURATED if error.reason is Reason.SATURATED else Reason.RETRIES_SPENT
-            raise BatonError(reason, f"{spent}: {error.message}", metadata=_emitted(request)) from error
+            raise BatonError(reason, f"{spent}: {error.message}", metadata=emitted(request)) from error
         request.trace.retries += 1
         request.trace.retry_reasons.append(error.reason.name)
         text = f"request {name(request.id)} is retried ({request.trace.retries}) after {error.reason.name}"
@@ -449,7 +500,7 @@ class Dispatcher:
             return []
         if request.model not in (None, served.model_fingerprint):
             if request.output_len:
-                raise BatonError(Reason.RETRIES_SPENT, "the cluster serves another model now", metadata=_emitted(request))
+                raise BatonError(Reason.RETRIES_SPENT, "the cluster serves another model now", metadata=emitted(request))
             request.keys.clear()
         request.model = served.model_fingerprint
         root = root_key(served.model_fingerprint, request.salt)
@@ -458,11 +509,3 @@ class Dispatcher:
 
     def _remaining(self, request: Request) -> float:
         return max(0.001, request.deadline - self._clock())
-
-
-def _emitted(request: Request) -> dict[str, str]:
-    return {"tokens_emitted": str(request.output_len)}
-
-
-def _too_late(request: Request, when: str = "before it could be tried again") -> BatonError:
-    return BatonError(Reason.DEADLINE, f"the deadline of the request passed {when}", metadata=_emitted(request))

@@ -17,6 +17,8 @@ from enum import Enum
 from baton.cluster.records import WorkerRecord
 from baton.moves import Moves
 from router.live_decode import LiveDecode
+from router.request import Request
+from router.workers import Fork
 
 
 class Lent(Enum):
@@ -48,7 +50,17 @@ class Started:
     worker: WorkerRecord
     work: str
     known: int  # tokens sent to it
+    whole_prompt: bool = False  # it computes the prompt, and nobody did before
     live: LiveDecode | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A decode call that begins with that of another answer to the same prompt, which leads."""
+
+    leader: Request
+    started: Started
+    fork: Fork
 
 
 @dataclass(slots=True)

@@ -2,16 +2,17 @@
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal
 
-from baton.cluster.errors import BatonError
+from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.telemetry import NO_SPAN, Span
 from baton.engine.core.sampling import SamplingParams
 from baton.stages import STAGES, Stage, itl
 from router.backlog import ENTRY_BYTES, TOP_BYTES, Backlog
+from router.family import Family
 
 MAX_STEPS = 256  # with guesses, that a record of the request keeps
 NEAR_DEADLINE_S = 0.05  # with less time left, another attempt is pointless, and a client that leaves has given up because of its deadline
@@ -105,6 +106,12 @@ class Trace:
     last_at: float = 0.0
     guesses: "Guesses" = field(default_factory=lambda: Guesses())
     gaps: "array[float]" = field(default_factory=lambda: array("d"))  # seconds between successive tokens
+
+    def follow(self, other: "Trace") -> None:
+        """What happened to the other request until now happened to this one, too: they have one prompt."""
+        self.watch.laps = [replace(lap) for lap in other.watch.laps]
+        self.prefill_worker, self.put_aside = other.prefill_worker, other.put_aside
+        self.prefill_wait_ms, self.prefill_compute_ms = other.prefill_wait_ms, other.prefill_compute_ms
 
     def note_token(self) -> None:
         now = self.watch.clock()
@@ -233,6 +240,8 @@ class Request:
     backlog: Backlog = field(default_factory=Backlog)  # what waits for its client, with the other choices of the answer
     scores: list[PromptToken] = field(default_factory=list)  # of the prompt's tokens but the first, if they are asked for
     resumed: int = 0  # output tokens that it arrived with: an earlier call has streamed them
+    family: "Family[Request, Any] | None" = None  # the answers to the same prompt
+    choice: int = 0  # its place there
 
     @property
     def tie(self) -> int:
@@ -279,3 +288,16 @@ class Request:
     def longest(self) -> int:
         """The most tokens that it may reach, prompt included."""
         return self.prompt_len + self.params.max_tokens
+
+    @property
+    def longest_together(self) -> int:
+        """The same with the answers that will begin with this one. Their prompt counts once."""
+        return self.longest + sum(other.params.max_tokens for other in (self.family.waiting.values() if self.family else ()))
+
+
+def emitted(request: Request) -> dict[str, str]:
+    return {"tokens_emitted": str(request.output_len)}
+
+
+def too_late(request: Request, when: str = "before it could be tried again") -> BatonError:
+    return BatonError(Reason.DEADLINE, f"the deadline of the request passed {when}", metadata=emitted(request))

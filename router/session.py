@@ -7,7 +7,7 @@ something: the others reached no process.
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Self, TypeVar
 
 import grpc
@@ -37,16 +37,22 @@ class Session(Generic[E]):
         self._writer = asyncio.create_task(self._write())
         self._reader = asyncio.create_task(self._read())
 
-    def start(self, command: Any, tokens: int, timeout_s: float, put: "Put[E]") -> "Call[E]":
+    def start(self, command: Any, tokens: int, timeout_s: float, put: "Put[E]", forks: "Sequence[Call[E]]" = ()) -> "Call[E]":
         """Begins a call, which lasts for the `with` block of what is returned. `command`: with its `start`, which carries so many `tokens`.
-        `put` gets the events of the call in order, and the error that ends it early: a loss, or DEADLINE after `timeout_s`. Raises
-        BatonError(WORKER_LOST)."""
-        if self.lost:
-            raise BatonError(Reason.WORKER_LOST, f"{self._worker} is gone")
-        call = Call(self, next(self._numbers), tokens, timeout_s, put)
-        self._calls[call.number] = call
+        `put` gets the events of the call in order, and the error that ends it early: a loss, or DEADLINE after `timeout_s`. `forks`: calls
+        that `start` begins, too. Raises BatonError(WORKER_LOST)."""
+        call = self.join(timeout_s, put)
+        call.tokens, call.forks = tokens, tuple(forks)
         command.call_id = call.number
         self._send(call, command)
+        return call
+
+    def join(self, timeout_s: float, put: "Put[E]") -> "Call[E]":
+        """A call that begins with another one's `start`. Raises BatonError(WORKER_LOST)."""
+        if self.lost:
+            raise BatonError(Reason.WORKER_LOST, f"{self._worker} is gone")
+        call = Call(self, next(self._numbers), timeout_s, put)
+        self._calls[call.number] = call
         return call
 
     def tell(self, call: "Call[E]", **command: Any) -> None:
@@ -63,6 +69,9 @@ class Session(Generic[E]):
         self._unsent.pop(call.number, None)
         if call.sent:
             self.tell(call, cancel=worker_pb2.CallCancel())
+            return
+        for fork in call.forks:
+            fork.put(fork, BatonError(Reason.SATURATED, f"{self._worker} was not asked: the call that this one begins with has ended"))
 
     def forget(self, call: "Call[E]") -> None:
         """Nobody waits for it any more."""
@@ -95,6 +104,9 @@ class Session(Generic[E]):
                     break
                 call.sent = True
                 left -= call.tokens
+                for fork in call.forks:
+                    fork.sent = True
+                    commands += [self._command(call_id=fork.number, cancel=worker_pb2.CallCancel())] if fork.cancelled else []
             self._unsent.popitem(last=False)
             taken += commands
         if not self._unsent:
@@ -130,12 +142,14 @@ class Session(Generic[E]):
 class Call(Generic[E]):
     """A call to a worker. It is cancelled there if its block is left early: neither normally nor with an error of the worker's."""
 
-    __slots__ = ("_cancelled", "_late", "_session", "_timer", "number", "put", "sent", "tokens")
+    __slots__ = ("_late", "_session", "_timer", "cancelled", "forks", "number", "put", "sent", "tokens")
 
-    def __init__(self, session: Session[E], number: int, tokens: int, timeout_s: float, put: "Put[E]") -> None:
-        self.number, self.tokens, self.put = number, tokens, put
+    def __init__(self, session: Session[E], number: int, timeout_s: float, put: "Put[E]") -> None:
+        self.number, self.put = number, put
+        self.tokens = 0
+        self.forks: tuple[Call[E], ...] = ()
         self.sent = False  # whether the worker may have seen it
-        self._cancelled = False
+        self.cancelled = False
         self._session = session
         self._late = BatonError(Reason.DEADLINE, "the deadline of the request has passed")
         self._timer = asyncio.get_running_loop().call_later(timeout_s, put, self, self._late)
@@ -153,8 +167,8 @@ class Call(Generic[E]):
         self._session.tell(self, **command)
 
     def cancel(self) -> None:
-        if not self._cancelled:
-            self._cancelled = True
+        if not self.cancelled:
+            self.cancelled = True
             self._session.cancel(self)
 
 

@@ -10,6 +10,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
+from baton.cluster.errors import BatonError, Reason
+from router.request import Request, emitted, too_late
+
 Rank = tuple[Any, ...]  # the lowest goes first; no two are equal
 
 
@@ -79,3 +82,13 @@ class Place:
         if let_pass:
             self._room.call_after(self)
         self.may_look = self._called.is_set()
+
+
+class NoRoom(BatonError):
+    """The router's own view found no room during the whole wait: an immediate retry would fail in the same way."""
+
+
+def no_room(request: Request, now: float, waited_s: float) -> BatonError:
+    if now >= request.deadline:
+        return too_late(request, "while it waited for a decode worker with room")
+    return NoRoom(Reason.SATURATED, f"no decode worker had room for {waited_s:g} s", metadata=emitted(request))

@@ -1,7 +1,7 @@
 """What the router asks of its workers, and what they tell it. `router.clients` asks them over gRPC."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,6 +84,18 @@ class Answer:
     others_tokens: int = 0  # uncached tokens of the prompts of other routers that wait there or are computed
 
 
+class Fork(Protocol):
+    """A decode call that begins with another one, for another answer to the same prompt."""
+
+    def events(self) -> AsyncGenerator[DecodeEvent, None]:
+        """As those of `Workers.decode`. Called once. The call may also end with an error of the one that it begins with."""
+        ...
+
+    def close(self) -> None:
+        """Nobody will read its events: ends the call on the worker."""
+        ...
+
+
 class Workers(Protocol):
     """Those who compute. Every call may raise BatonError; closing a generator early cancels the call."""
 
@@ -95,10 +107,20 @@ class Workers(Protocol):
         ...
 
     def decode(
-        self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, first: "asyncio.Future[int] | None" = None
+        self,
+        worker: WorkerRecord,
+        request: Request,
+        handle: bytes,
+        timeout_s: float,
+        first: "asyncio.Future[int] | None" = None,
+        forks: "Sequence[Fork]" = (),
     ) -> AsyncGenerator[DecodeEvent, None]:
         """Yields Adopted once the worker holds the KV of `handle` (empty: it computes the prompt itself), then tokens, then Ended. `first`:
-        the token after the known ones, which is not known yet."""
+        the token after the known ones, which is not known yet. `forks` begin with this call."""
+        ...
+
+    def fork(self, worker: WorkerRecord, request: Request, timeout_s: float) -> Fork:
+        """A call that will begin with another one's `decode`, which is to follow at once."""
         ...
 
     def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:

@@ -2,8 +2,9 @@
 handoff and a message take. Live transfers and loans of cached blocks are not modelled: KV is handed over once the prompt is computed."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import Sequence as Seq
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -97,6 +98,15 @@ class Fleet:
             await worker.close()
 
 
+@dataclass(frozen=True, slots=True)
+class ModelledFork:
+    """A `router.workers.Fork`."""
+
+    seq: Sequence
+    events: Callable[[], AsyncGenerator[DecodeEvent, None]]
+    close: Callable[[], None]
+
+
 class ModelledWorkers:
     """The workers as one router sees them: implements `router.workers.Workers` and `WatchedWorkers`."""
 
@@ -130,34 +140,59 @@ class ModelledWorkers:
         yield FirstToken(token, handle, finish, seq.cached, 1000 * (started - came), 1000 * (ended - started))
 
     async def decode(
-        self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, first: "asyncio.Future[int] | None" = None
+        self,
+        worker: WorkerRecord,
+        request: Request,
+        handle: bytes,
+        timeout_s: float,
+        first: "asyncio.Future[int] | None" = None,
+        forks: "Seq[ModelledFork]" = (),
     ) -> AsyncGenerator[DecodeEvent, None]:
         here, seq = self._workers[worker.name], self._sequence(request)
         async with here.outputs(seq) as outputs, _deadline(timeout_s):
             await asyncio.sleep(self._times.travel_s)
             try:
-                await self._place(here, seq, handle)
+                await self._place(here, seq, handle, [fork.seq for fork in forks])
                 if handle:
                     yield Adopted(Handoff(transport="model"))
-                finish = None
-                while finish is None:
-                    come = [await outputs.get()]
-                    await asyncio.sleep(self._times.travel_s)
-                    come += [outputs.get_nowait() for _ in range(outputs.qsize())]
-                    yield tuple(map(_token, come))
-                    finish = come[-1].finish
-                yield Ended(finish.value, seq.prefilled if handle else 0, seq.cached)
+                async with aclosing(self._told(seq, outputs, bool(handle))) as events:
+                    async for event in events:
+                        yield event
             finally:
                 here.engine.forget(seq.id)
 
-    async def _place(self, here: ModelledWorker, seq: Sequence, handle: bytes) -> None:
+    def fork(self, worker: WorkerRecord, request: Request, timeout_s: float) -> "ModelledFork":
+        here, seq = self._workers[worker.name], self._sequence(request)
+
+        async def events() -> AsyncGenerator[DecodeEvent, None]:
+            async with here.outputs(seq) as outputs, _deadline(timeout_s):
+                try:
+                    async with aclosing(self._told(seq, outputs, False)) as told:
+                        async for event in told:
+                            yield event
+                finally:
+                    here.engine.forget(seq.id)
+
+        return ModelledFork(seq, events, lambda: here.engine.forget(seq.id))
+
+    async def _told(self, seq: Sequence, outputs: "asyncio.Queue[Output]", read: bool) -> AsyncGenerator[DecodeEvent, None]:
+        finish = None
+        while finish is None:
+            come = [await outputs.get()]
+            await asyncio.sleep(self._times.travel_s)
+            come += [outputs.get_nowait() for _ in range(outputs.qsize())]
+            yield tuple(map(_token, come))
+            finish = come[-1].finish
+        yield Ended(finish.value, seq.prefilled if read else 0, seq.cached)
+
+    async def _place(self, here: ModelledWorker, seq: Sequence, handle: bytes, forks: list[Sequence]) -> None:
         if not handle:
-            await here.engine.add(seq)
+            await here.engine.add(seq, forks)
             return
         while not await here.engine.reserve(seq):
             await asyncio.sleep(ROOM_POLL_S)
         await asyncio.sleep(self._times.handoff_s)
-        await here.engine.adopt(seq, len(seq.tokens) - 1)
+        await here.engine.adopt(seq, len(seq.tokens) - 1, None, forks)
         self._end(handle)
 
     def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:

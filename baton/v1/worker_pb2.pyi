@@ -415,18 +415,34 @@ class DecodeCommand(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., start: _Optional[_Union[DecodeStart, _Mapping]] = ..., cancel: _Optional[_Union[CallCancel, _Mapping]] = ..., first: _Optional[_Union[DecodeFirst, _Mapping]] = ...) -> None: ...
 
 class DecodeStart(_message.Message):
-    __slots__ = ("job", "handle", "timeout_ms", "to", "live")
+    __slots__ = ("job", "handle", "timeout_ms", "to", "live", "forks")
     JOB_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
+    FORKS_FIELD_NUMBER: _ClassVar[int]
     job: Job
     handle: bytes
     timeout_ms: int
     to: Addressee
     live: bool
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., handle: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., to: _Optional[_Union[Addressee, _Mapping]] = ..., live: _Optional[bool] = ...) -> None: ...
+    forks: _containers.RepeatedCompositeFieldContainer[DecodeFork]
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., handle: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., to: _Optional[_Union[Addressee, _Mapping]] = ..., live: _Optional[bool] = ..., forks: _Optional[_Iterable[_Union[DecodeFork, _Mapping]]] = ...) -> None: ...
+
+class DecodeFork(_message.Message):
+    __slots__ = ("call_id", "seed", "request_id", "traceparent", "tracestate")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    seed: int
+    request_id: str
+    traceparent: str
+    tracestate: str
+    def __init__(self, call_id: _Optional[int] = ..., seed: _Optional[int] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class DecodeFirst(_message.Message):
     __slots__ = ("token_id",)
@@ -1091,7 +1107,7 @@ class CurvePoint(_message.Message):
     def __init__(self, number: _Optional[int] = ..., running: _Optional[float] = ..., queued: _Optional[float] = ..., kv: _Optional[float] = ..., output_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., ttft: _Optional[_Mapping[int, int]] = ..., itl: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class TraceRecord(_message.Message):
-    __slots__ = ("request_id", "at", "outcome", "reason", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "laps", "failures", "bypasses", "handoff", "read", "verify", "trace_id", "slo_missed", "ttft", "tpot", "e2e", "prefill_wait", "prefill_compute", "stages", "fetched_tokens", "connect", "tenant", "put_aside", "retry_refused", "drafted_tokens", "accepted_tokens", "guesses")
+    __slots__ = ("request_id", "at", "outcome", "reason", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "laps", "failures", "bypasses", "handoff", "read", "verify", "trace_id", "slo_missed", "ttft", "tpot", "e2e", "prefill_wait", "prefill_compute", "stages", "fetched_tokens", "connect", "tenant", "put_aside", "retry_refused", "drafted_tokens", "accepted_tokens", "guesses", "choice", "choices")
     class StagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1129,6 +1145,8 @@ class TraceRecord(_message.Message):
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GUESSES_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     at: float
     outcome: str
@@ -1159,7 +1177,9 @@ class TraceRecord(_message.Message):
     drafted_tokens: int
     accepted_tokens: int
     guesses: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., laps: _Optional[_Iterable[_Union[TraceLap, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TraceFailure, _Mapping]]] = ..., bypasses: _Optional[_Iterable[str]] = ..., handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., read: _Optional[float] = ..., verify: _Optional[float] = ..., trace_id: _Optional[str] = ..., slo_missed: _Optional[str] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., e2e: _Optional[float] = ..., prefill_wait: _Optional[float] = ..., prefill_compute: _Optional[float] = ..., stages: _Optional[_Mapping[str, float]] = ..., fetched_tokens: _Optional[int] = ..., connect: _Optional[float] = ..., tenant: _Optional[str] = ..., put_aside: _Optional[_Iterable[str]] = ..., retry_refused: _Optional[bool] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., guesses: _Optional[_Iterable[int]] = ...) -> None: ...
+    choice: int
+    choices: int
+    def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., laps: _Optional[_Iterable[_Union[TraceLap, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TraceFailure, _Mapping]]] = ..., bypasses: _Optional[_Iterable[str]] = ..., handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., read: _Optional[float] = ..., verify: _Optional[float] = ..., trace_id: _Optional[str] = ..., slo_missed: _Optional[str] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., e2e: _Optional[float] = ..., prefill_wait: _Optional[float] = ..., prefill_compute: _Optional[float] = ..., stages: _Optional[_Mapping[str, float]] = ..., fetched_tokens: _Optional[int] = ..., connect: _Optional[float] = ..., tenant: _Optional[str] = ..., put_aside: _Optional[_Iterable[str]] = ..., retry_refused: _Optional[bool] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., guesses: _Optional[_Iterable[int]] = ..., choice: _Optional[int] = ..., choices: _Optional[int] = ...) -> None: ...
 
 class TraceLap(_message.Message):
     __slots__ = ("stage", "worker", "start", "end", "bypass")

@@ -6,7 +6,7 @@ read, or breaks the protocol.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,16 @@ from baton.cluster.rpc import Answering, Context, told
 MAX_EVENTS = 256  # in one message: the router reads a message in one turn of its loop
 MAX_OUTBOX = 65536  # events a router may leave unread before it counts as gone
 Emit = Callable[[Any], None]
-Serve = Callable[[Any, Emit, "asyncio.Future[int]"], Awaitable[None]]
+Serve = Callable[[Emit, "asyncio.Future[int]"], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """`serve(start, emit, first)` serves a call and gives its events to `emit`; what it raises becomes the last one. `first` resolves to
-    the first token, if the router tells it. `event(call_id, event)` and `events(events=...)` make messages."""
+    """`begin(call_id, start)`: what a start begins, its own call first, each with its number and what serves it. That one, `serve(emit,
+    first)`, gives the call's events to `emit`; what it raises becomes the last one. `first` resolves to the first token, if the router
+    tells it. `event(call_id, event)` and `events(events=...)` make messages."""
 
-    serve: Serve
+    begin: Callable[[int, Any], Sequence[tuple[int, Serve]]]
     event: Callable[[int, Any], Any]
     events: Callable[..., Any]
 
@@ -89,27 +90,28 @@ class Session:
     def _obey(self, command: Any) -> None:
         call = self._calls.get(command.call_id)
         match command.WhichOneof("command"):
-            case "start" if call is not None:  # answers under this number could not tell the two calls apart
-                raise invalid("call_id", f"{command.call_id} is the number of a call that has not ended")
             case "start":
-                self._start(command.call_id, command.start)
+                for number, serve in self._form.begin(command.call_id, command.start):
+                    self._start(number, serve)
             case "first" if call is not None and not call.first.done():
                 call.first.set_result(command.first.token_id)
             case "cancel" if call is not None:
                 call.task.cancel()
 
-    def _start(self, call_id: int, start: Any) -> None:
+    def _start(self, call_id: int, serve: Serve) -> None:
+        if call_id in self._calls:  # answers under this number could not tell the two calls apart
+            raise invalid("call_id", f"{call_id} is the number of a call that has not ended")
         first: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._run(call_id, start, first))
+        task = asyncio.create_task(self._run(call_id, serve, first))
         self._calls[call_id] = _Call(task, first)
         task.add_done_callback(lambda _: self._calls.pop(call_id))
 
-    async def _run(self, call_id: int, start: Any, first: "asyncio.Future[int]") -> None:
+    async def _run(self, call_id: int, serve: Serve, first: "asyncio.Future[int]") -> None:
         def emit(event: Any) -> None:
             self._emit(call_id, event)
 
         try:
-            await self._form.serve(start, emit, first)
+            await serve(emit, first)
         except Exception as error:
             emit(told(error))
 

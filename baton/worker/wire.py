@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 from google.protobuf.message import DecodeError
 
@@ -34,6 +34,13 @@ def to_sequence(job: worker_pb2.Job, model_fingerprint: str, hold: bool = False,
         hold=hold,
         expires_at=math.inf if timeout_s is None else loop_time() + timeout_s,  # the clock of the engine's loop
     )
+
+
+def to_fork(job: worker_pb2.Job, fork: worker_pb2.DecodeFork, model_fingerprint: str, timeout_s: float) -> Sequence:
+    """One more answer to the prompt of `job`, which differs in its seed."""
+    seq = to_sequence(job, model_fingerprint, timeout_s=timeout_s)
+    tokens, params = seq.tokens[: seq.prompt_len], replace(seq.params, seed=fork.seed, prompt_logprobs=None)
+    return replace(seq, id=f"{fork.request_id}#{next(_numbers)}", tokens=tokens, params=params)
 
 
 def to_params(job: worker_pb2.Job) -> SamplingParams:

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -100,9 +100,40 @@ class FakeWorkers:
         yield FirstToken(_told(token, request), handle if handle in self.leases else b"", finish, 16, 1.0, 2.0)
 
     async def decode(
-        self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, first: "asyncio.Future[int] | None" = None
+        self,
+        worker: WorkerRecord,
+        request: Request,
+        handle: bytes,
+        timeout_s: float,
+        first: "asyncio.Future[int] | None" = None,
+        forks: "Sequence[FakeFork]" = (),
     ) -> AsyncGenerator[DecodeEvent, None]:
-        known, finish = list(request.tokens), None
+        try:
+            async with aclosing(self._decode(worker, request, handle, timeout_s, first, forks)) as events:
+                async for event in events:
+                    yield event
+        except BatonError as error:
+            for fork in forks:
+                fork.fail(error)
+            raise
+        finally:
+            for fork in forks:
+                fork.begun.set()
+
+    def fork(self, worker: WorkerRecord, request: Request, timeout_s: float) -> "FakeFork":
+        self.calls.append(Call("fork", worker.name, len(request.tokens)))
+        return FakeFork(self, worker, request, timeout_s)
+
+    async def _decode(
+        self,
+        worker: WorkerRecord,
+        request: Request,
+        handle: bytes,
+        timeout_s: float,
+        first: "asyncio.Future[int] | None",
+        forks: "Sequence[FakeFork]",
+    ) -> AsyncGenerator[DecodeEvent, None]:
+        known = list(request.tokens)
         self.calls.append(Call("live decode" if first else "decode", worker.name, len(known), handle))
         async with self._counted(timeout_s):
             await asyncio.sleep(0)
@@ -126,24 +157,31 @@ class FakeWorkers:
                 if fault and fault.tokens == -1:
                     await fault.strike()
                 yield Scores(tuple(told[5:]))
-            ready: list[Token] = []
-            for made in count():
-                await asyncio.sleep(0)
-                if fault and fault.tokens == made:
-                    if ready:
-                        yield tuple(ready)
-                    await fault.strike()
-                token, finish = self._next(known, request)
-                known.append(token)
-                self.tick("decode" if handle or made else "prefill")
-                ready.append(_told(token, request))
-                if finish is not None or len(ready) == self.joins:
+            for fork in forks:
+                fork.begun.set()
+            async with aclosing(self.tokens(known, request, fault, bool(handle))) as events:
+                async for event in events:
+                    yield event
+
+    async def tokens(self, known: list[int], request: Request, fault: Fault | None, read: bool) -> AsyncGenerator[DecodeEvent, None]:
+        finish, ready = None, list[Token]()
+        for made in count():
+            await asyncio.sleep(0)
+            if fault and fault.tokens == made:
+                if ready:
                     yield tuple(ready)
-                    ready = []
-                if finish is not None:
-                    break
-            assert finish is not None
-            yield Ended(finish, recomputed_tokens=0, cached_tokens=min(32, len(request.tokens)))
+                await fault.strike()
+            token, finish = self._next(known, request)
+            known.append(token)
+            self.tick("decode" if read or made else "prefill")
+            ready.append(_told(token, request))
+            if finish is not None or len(ready) == self.joins:
+                yield tuple(ready)
+                ready = []
+            if finish is not None:
+                break
+        assert finish is not None
+        yield Ended(finish, recomputed_tokens=0, cached_tokens=min(32, len(request.tokens)))
 
     async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
         if (stalled_s := self.alive.get(worker.name)) is None:
@@ -229,3 +267,32 @@ def answers(view: ClusterView, name: str, incarnation: int = 1) -> None:
     """The process answers a probe, with the load that is known already."""
     if member := view.members.find(name):
         view.members.note_answer(name, incarnation, "ready", member.load, 0)
+
+
+class FakeFork:
+    """A decode call that begins with another one. Each uses up one of the faults of its worker."""
+
+    def __init__(self, workers: FakeWorkers, worker: WorkerRecord, request: Request, timeout_s: float) -> None:
+        self.begun = asyncio.Event()
+        self.closed = False
+        self._workers, self._worker, self._request, self._timeout_s = workers, worker, request, timeout_s
+        self._error: BatonError | None = None
+
+    def fail(self, error: BatonError) -> None:
+        """The call that it was to begin with failed."""
+        if not self.begun.is_set():
+            self._error = error
+
+    async def events(self) -> AsyncGenerator[DecodeEvent, None]:
+        async with self._workers._counted(self._timeout_s):
+            await self.begun.wait()
+            if self._error is not None:
+                raise self._error
+            yield Adopted(Handoff())
+            fault = self._workers._fault(self._worker)
+            async with aclosing(self._workers.tokens(list(self._request.tokens), self._request, fault, True)) as events:
+                async for event in events:
+                    yield event
+
+    def close(self) -> None:
+        self.closed = True

@@ -141,7 +141,7 @@ class Pair:
         prompt = tokens or PROMPT
         seq = Sequence(f"{request_id}#d", [*prompt, first.sampled.token], len(prompt), greedy(), root_key("toy"))
         call = Call(seq)
-        call.task = asyncio.create_task(self.decode.run(seq, request_id, handle or first.handle, timeout_s, call.emit))
+        call.task = asyncio.create_task(self.decode.serve(self.decode.open(seq, request_id, handle or first.handle, call.emit), timeout_s))
         return call
 
     def start_live(self, handle: KvHandle, request_id: str = "r", timeout_s: float = 20.0, tokens: list[int] | None = None) -> "Call":
@@ -149,7 +149,7 @@ class Pair:
         prompt = tokens or PROMPT
         call = Call(Sequence(f"{request_id}#d", list(prompt), len(prompt), greedy(), root_key("toy")))
         call.first = asyncio.get_running_loop().create_future()
-        running = self.decode.run(call.seq, request_id, handle, timeout_s, call.emit, call.first)
+        running = self.decode.serve(self.decode.open(call.seq, request_id, handle, call.emit, call.first), timeout_s)
         call.task = asyncio.create_task(running)
         return call
 

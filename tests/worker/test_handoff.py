@@ -489,7 +489,7 @@ async def test_cancelling_a_recomputed_call_that_finished_before_its_task_woke_l
                 ends.append(task.cancel())
 
         p.wire.on["piece"] = fail
-        task = asyncio.create_task(p.decode.run(seq, "r", first.handle, 20.0, emit))
+        task = asyncio.create_task(p.decode.serve(p.decode.open(seq, "r", first.handle, emit), 20.0))
         await asyncio.gather(task, return_exceptions=True)
         assert ends == [True] and task.cancelled()
         await p.settled()

@@ -121,7 +121,7 @@ async def test_both_workers_record_spans(cut: bool, error: str) -> None:
         if cut:
             p.clock.now += 1000
         continued = sequence([*PROMPT, first.sampled.token])
-        await p.decode.run(continued, "r", first.handle, 20.0, lambda event: None, traceparent=root.traceparent)
+        await p.decode.serve(p.decode.open(continued, "r", first.handle, lambda event: None, traceparent=root.traceparent), 20.0)
         await p.settled()
     tracer.close()
     spans = {span.name: span for span in box.spans}
@@ -145,7 +145,8 @@ async def test_a_cancelled_call_ends_its_span() -> None:
     tracer = OtelTracer(box)
     async with pair(tracer=tracer) as p:
         p.runners[1].step_delay_s = 0.01
-        working = p.decode.run(sequence(PROMPT), "r", None, 20.0, lambda event: None, traceparent=tracer.begin("root").traceparent)
+        call = p.decode.open(sequence(PROMPT), "r", None, lambda event: None, traceparent=tracer.begin("root").traceparent)
+        working = p.decode.serve(call, 20.0)
         call = asyncio.create_task(working)
         while not p.engines[1].sequences:
             await asyncio.sleep(0.001)
