@@ -24,6 +24,8 @@ class Token:
     guessed: bool = False  # the step that made the token before it made it, too
     rejected: int = 0  # guesses of its step that did not become output: it stands in the place of the first
 
+    choice: int = 0
+
 
 @dataclass(frozen=True, slots=True)
 class PromptToken:
@@ -45,6 +47,7 @@ class Usage:
     accepted_tokens: int = 0  # part of them: they became output
     accepted_prediction_tokens: int = 0  # of the request's prediction: the answer has them
     rejected_prediction_tokens: int = 0
+    discarded_tokens: int = 0  # generated for choices that were not among the best; told with the last choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,15 @@ class Assembly:
     calls: list[ToolCall] = field(default_factory=list)
     prompt: list[PromptToken] = field(default_factory=list)
     result: Result | None = None
+    others: dict[int, "Assembly"] = field(default_factory=dict)  # the choices after the first
+
+    @property
+    def results(self) -> list[Result]:
+        """Of the choices that have ended, in their order."""
+        return [part.result for _, part in sorted({0: self, **self.others}.items()) if part.result is not None]
+
+    def _of(self, choice: int) -> "Assembly":
+        return self if choice == 0 else self.others.setdefault(choice, Assembly(accepted=self.accepted))
 
     def take(self, response: pb.GenerateResponse, resumes: int) -> list[Token]:
         """`resumes`: how many times the stream was resumed. Raises GenerateError if it was not resumed where it broke."""
@@ -120,6 +132,11 @@ class Assembly:
                 self.accepted = response.accepted
             case "prompt_logprobs":
                 self._note_prompt(response.prompt_logprobs)
+            case "tokens" if response.tokens.choice:
+                tokens = self._of(response.tokens.choice).take(_alone(response), resumes)
+                return [replace(token, choice=response.tokens.choice) for token in tokens]
+            case "finished" if response.finished.choice:
+                self._of(response.finished.choice).take(_alone(response), resumes)
             case "tokens":
                 tokens = [_to_token(token) for token in response.tokens.tokens]
                 if resumes and tokens and tokens[0].index != len(self.token_ids):
@@ -183,6 +200,14 @@ class Assembly:
             incomplete=finished.incomplete,
             relaxed=tuple(self.accepted.relaxed),
         )
+
+
+def _alone(response: pb.GenerateResponse) -> pb.GenerateResponse:
+    """What is told of a choice, as if it were the only one."""
+    told = pb.GenerateResponse()
+    told.CopyFrom(response)
+    getattr(told, told.WhichOneof("event") or "").choice = 0
+    return told
 
 
 def _to_token(token: pb.Token) -> Token:

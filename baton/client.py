@@ -66,6 +66,11 @@ class _Stream:
         return self._assembly.result
 
     @property
+    def results(self) -> list[Result]:
+        """One for each choice (`n`) that has ended, in their order."""
+        return self._assembly.results
+
+    @property
     def _ended_here(self) -> bool:
         """Whether the request was cancelled, or the client closed, on this side."""
         return self._left.is_set() or self._doors.closed
@@ -363,7 +368,7 @@ class AsyncClient:
         await self.close()
 
 
-OF_REQUEST = ("parse_special", "add_special_tokens", "prediction", "speculation")  # fields of GenerateRequest that it takes
+OF_REQUEST = ("parse_special", "add_special_tokens", "prediction", "speculation", "n", "best_of")  # fields of GenerateRequest that it takes
 
 
 def build_request(
@@ -378,7 +383,8 @@ def build_request(
     **sampling: Any,
 ) -> pb.GenerateRequest:
     """Takes one of `prompt`, `messages` (the fields of ChatMessage: "role", "content", …) and `token_ids`. `sampling` takes the fields of
-    baton.v1.SamplingParams, `parse_special` and `add_special_tokens` of GenerateRequest, and for messages those of Chat, such as `tools`.
+    baton.v1.SamplingParams, `n`, `best_of`, `parse_special` and `add_special_tokens` of GenerateRequest, and for messages those of Chat,
+    such as `tools`.
     The form of the answer is `structured`, a mapping with the fields of baton.v1.Structured, or one of `json_schema` (an object, or its
     text), `regex` and `choice` (strings). `prediction`: what the answer is expected to be, as text or token ids; `speculation`: the fields
     of baton.v1.Speculation.

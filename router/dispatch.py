@@ -145,14 +145,14 @@ class Dispatcher:
             joined.fork.close()
             self._end_start(joined.started)
 
-    def _forks(self, leader: Request, worker: WorkerRecord) -> list[Fork]:
+    def _forks(self, leader: Request, worker: WorkerRecord, whole_prompt: bool) -> list[Fork]:
         """Calls that begin with the leader's, for the answers that wait for it. Raises WORKER_LOST."""
         family, forks = leader.family, list[Fork]()
         if family is None or family.leader != leader.choice:
             return []
         for place, request in family.waiting.items():
             forks.append(fork := self._workers.fork(worker, request, self._remaining(request)))
-            started = Started(worker, self._work(request), len(request.tokens))
+            started = Started(worker, self._work(request), len(request.tokens), whole_prompt)
             self._poison.begin(started.work, request, worker.name, worker.incarnation)
             self._members.start_decode(started.work, worker.name, request.params.max_tokens)
             family.join(place, Joined(leader, started, fork))
@@ -356,7 +356,7 @@ class Dispatcher:
         """The events of a new decode call, with which those of the answers that wait for this one begin."""
 
         async def opened() -> AsyncGenerator[DecodeEvent, None]:
-            forks = self._forks(request, started.worker)
+            forks = self._forks(request, started.worker, started.whole_prompt)
             events = self._workers.decode(started.worker, request, handle, self._remaining(request), first, forks)
             async with aclosing(events):
                 async for event in events:

@@ -13,8 +13,9 @@ from baton.engine.core.speculation import UNASKED, Speculation
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.conversation import MAX_TOOLS, MAX_TOOLS_BYTES, PLAIN, Aside, Call, Setting, Tool, parsed
+from router.events import Accepted, Event, Finished, Piece, Pieces
 from router.request import PromptToken, Scores, Trace
-from router.service import Accepted, Event, Finished, GenerateService, Piece, Pieces
+from router.service import GenerateService
 from router.tools.delta import Arguments, CallBegin, Delta, Reasoning
 from router.turn_budget import TurnBudget
 from router.validate import Ask, AskSampling, Limits
@@ -89,6 +90,8 @@ def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "",
         predicted_text=request.prediction.text if request.prediction.WhichOneof("content") == "text" else None,
         output_so_far=_ids(request.output_so_far, context),
         resume=request.resume[: _LIMITS.max_resume + 1],
+        n=request.n if request.HasField("n") else 1,
+        best_of=request.best_of if request.HasField("best_of") else None,
     )
 
 
@@ -191,12 +194,13 @@ def to_response(event: Event) -> pb.GenerateResponse:
                 sampling=_from_sampling(event),
                 resume=event.receipt,
                 relaxed=event.relaxed,
+                choices=event.choices,
             )
             return pb.GenerateResponse(accepted=accepted)
         case Scores():
             return pb.GenerateResponse(prompt_logprobs=pb.PromptLogprobs(tokens=map(_to_prompt_token, event.tokens)))
         case Pieces():
-            return pb.GenerateResponse(tokens=pb.Tokens(tokens=map(_to_token, event.pieces)))
+            return pb.GenerateResponse(tokens=pb.Tokens(tokens=map(_to_token, event.pieces), choice=event.choice))
         case Finished():
             return pb.GenerateResponse(finished=_to_finished(event))
 
@@ -223,6 +227,7 @@ def _to_finished(event: Finished) -> pb.Finished:
     message = pb.Finished(
         request_id=request.id,
         incomplete=event.incomplete,
+        choice=event.choice,
         reason=pb.FINISH_REASON_TOOL_CALLS if event.calls and event.reason == "stop" else _REASON[event.reason],
         text=event.text,
         reasoning=_thought(event.deltas),
@@ -236,6 +241,7 @@ def _to_finished(event: Finished) -> pb.Finished:
             accepted_tokens=trace.guesses.accepted,
             accepted_prediction_tokens=event.predicted[0],
             rejected_prediction_tokens=event.predicted[1],
+            discarded_tokens=event.discarded_tokens,
         ),
         stages=_to_stages(trace),
         workers=pb.Workers(prefill=trace.prefill_worker, decode=trace.decode_worker, retries=trace.retries),

@@ -21,6 +21,10 @@ class Family(Generic[M, C]):
         self._waiting = dict.fromkeys(self._turns)  # in order
 
     @property
+    def size(self) -> int:
+        return len(self._members)
+
+    @property
     def waiting(self) -> dict[int, M]:
         """Those that will begin with the leader, by their places."""
         return {place: self._members[place] for place in self._waiting}

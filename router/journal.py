@@ -15,7 +15,8 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -68,6 +69,8 @@ class Record:
     trace_id: str  # empty when the request was not traced
     slo_missed: str | None  # the stage to blame; None: all objectives met, or not judged
     tenant: str = ""  # empty when no API keys are configured
+    choice: int = 0  # which of several answers to a prompt
+    choices: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """Times are in seconds; those of laps and failures count from the arrival."""
@@ -98,6 +101,8 @@ class Record:
             "trace_id": self.trace_id,
             "slo_missed": self.slo_missed,
             "tenant": self.tenant,
+            "choice": self.choice,
+            "choices": self.choices,
             **{name: getattr(self.times, f"{name}_s") for name in ("ttft", "tpot", "e2e", "prefill_wait", "prefill_compute")},
         }
 
@@ -190,6 +195,18 @@ class Journal:
         trace = Trace(Stopwatch(clock), self._tracer.begin(f"{operation} {self._model}", traceparent, tracestate))
         return Entry(self, trace, operation, request_id[:MAX_REQUEST_ID], self._wall_clock(), tenant)
 
+    @contextmanager
+    def shared(self, entry: Entry, traceparent: str, tracestate: str, others: Sequence[Request]) -> Iterator[list[Entry]]:
+        """The entries of all choices of a request, of which `entry` is the first's."""
+        with ExitStack() as stack:
+            entries = [entry]
+            for request in others:
+                trace = request.trace
+                trace.span = self._tracer.begin(f"{entry.operation} {self._model}", traceparent, tracestate)
+                entries.append(stack.enter_context(Entry(self, trace, entry.operation, request.id, entry.at, entry.tenant)))
+                entries[-1].request, entries[-1].deadline = request, entry.deadline
+            yield entries
+
     def follow(self, entry: Entry) -> None:
         """Adds to the curves and to the histogram of gaps what came since the last call. So tokens are drawn when they come, and the ends
         of many long outputs at once leave little to count."""
@@ -278,6 +295,8 @@ class Journal:
             trace_id=trace_id,
             slo_missed=missed,
             tenant=entry.tenant,
+            choice=request.choice if request else 0,
+            choices=request.family.size if request and request.family else 1,
         )
         self._records.append(record)
         self._log.ended(self._wall_clock(), outcome, reason, record.request_id, record.tenant, trace)
@@ -305,10 +324,11 @@ class Journal:
         self._requests[outcome, reason].inc()
         if request is None or outcome == "refused":
             return
-        self._prompt_tokens.inc(request.prompt_len)
-        self._prompt_length.observe(request.prompt_len)
+        if request.choice == 0:  # the others have the same prompt
+            self._prompt_tokens.inc(request.prompt_len)
+            self._prompt_length.observe(request.prompt_len)
+            self._cached_tokens.inc(trace.cached_tokens)
         self._output_tokens.inc(request.made)
-        self._cached_tokens.inc(trace.cached_tokens)
         for choice in trace.choices:
             self._choices[choice].inc()
         for why in trace.bypasses:

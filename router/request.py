@@ -162,9 +162,10 @@ class PromptToken:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of successive tokens of the prompt."""
+    """Of successive tokens of the prompt; told with the first choice."""
 
     tokens: tuple[PromptToken, ...]
+    choice: int = 0
 
     @property
     def size(self) -> int:

@@ -29,40 +29,27 @@ from baton.engine.core.thinking import ThinkingBudget
 from baton.engine.facts.model_facts import Recommended
 from baton.engine.grammars.store import GrammarStore
 from router.admission import Admission
+from router.best import Best
+from router.choices import siblings
 from router.conversation import PLAIN, Setting, with_effort
 from router.dispatch import Dispatcher
+from router.events import Accepted, Event, Finished, Piece, Pieces
 from router.gate import Gate
 from router.journal import REFUSALS, Entry, Journal
 from router.kept import Kept
 from router.known_texts import KnownTexts
+from router.merging import merge
 from router.rates import Rates, Unlimited
-from router.request import FinishReason, PromptToken, Request, Scores, Stopwatch, Token, Tokens, Trace
+from router.request import FinishReason, PromptToken, Request, Scores, Stopwatch, Tokens, Trace
 from router.resume import Receipt, prompt_digest, receipt_key
 from router.served import Served, ServedModel
 from router.tokenizer import Tokenizer
 from router.tokenizer_pool import TokenizerPool
 from router.tools import generic
-from router.tools.delta import Delta
 from router.tools.forms import TAIL, Forms
 from router.tools.reading import Reader
 from router.transcript import Said, Transcript
 from router.validate import Ask, Context, Limits, check, predicts_too_much, recommend, resolve
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The request is complete: every default is filled in. `output_tokens` and `shown` (characters) say how much of the output an earlier
-    call has streamed."""
-
-    request_id: str
-    model: str
-    prompt_tokens: int
-    params: SamplingParams
-    stops: tuple[str, ...] = ()
-    receipt: bytes = b""
-    output_tokens: int = 0
-    shown: int = 0
-    relaxed: tuple[str, ...] = ()  # what of the form is not enforced, because the request is not strict
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,41 +59,6 @@ class Rendered:
     prompt: Sequence[int]
     params: SamplingParams
     stops: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One token of the output and the text that it completed: content alone, if calls and thinking are told apart."""
-
-    index: int
-    token: Token
-    text: str
-    deltas: tuple[Delta, ...] = ()  # all of it, if they are
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """Successive tokens that were ready together; at least one."""
-
-    pieces: tuple[Piece, ...]
-
-    @property
-    def size(self) -> int:
-        """See `Token.size`."""
-        return sum(piece.token.size for piece in self.pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    request: Request
-    reason: FinishReason
-    text: str  # what was held back until now
-    stop: str | None  # the stop string that ended the output
-    deltas: tuple[Delta, ...] = ()  # as in a Piece
-    calls: int = 0
-    reasoning_tokens: int = 0
-    incomplete: bool = False  # it ended before the form that was asked for was complete
-    predicted: tuple[int, int] = (0, 0)  # tokens of the request's prediction that the output has, and that it does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +93,10 @@ class Tenancy:
 class _Plan:
     """A request that is ready to be dispatched."""
 
-    request: Request
+    id: str
+    request: Request  # the first choice
     text: Transcript
+    others: tuple[tuple[Request, Transcript], ...]  # the other ones
     stops: tuple[str, ...]
     receipt: bytes
     paid: bool  # an earlier call was charged for the prompt and the output so far
@@ -152,10 +106,7 @@ class _Plan:
 LONG_PROMPT = 4096  # tokens; what is computed from every token of a longer prompt is computed off the event loop
 CLOCKS_DIFFER_S = 60.0  # a receipt lives longer than any request, by this
 SCORES_AT_ONCE = 64  # tokens of the prompt in one event
-Event = Accepted | Scores | Pieces | Finished
-Part = Accepted | Scores | Piece | Finished
 T = TypeVar("T")
-_LIMITS = Limits()
 NOTHING = Recommended()
 
 
@@ -176,6 +127,7 @@ class GenerateService:
         self.model_name = model.name
         self._tokenizer = text.tokenizer
         self._recommended = text.recommended
+        self._limits = Limits(max_choices=config.max_choices, max_answer_tokens=config.max_answer_tokens)
         self._forms = text.forms
         self._path = text.path
         self._grammars: GrammarStore | None = None
@@ -248,7 +200,7 @@ class GenerateService:
         longest = self._tokenizer.longest_spelling if spelled else self._tokenizer.longest_token
         context = None if most is None else Context(most, longest)
         offer = None if self._model.served is None else self._model.served.offer
-        check(ask, _LIMITS, (self.model_name,), self._tokenizer.vocab_size, context, offer)
+        check(ask, self._limits, (self.model_name,), self._tokenizer.vocab_size, context, offer)
         if ask.sampling.stop:
             self._tokenizer.stop_tokens(ask.sampling.stop)
         if ask.setting is not PLAIN:
@@ -276,16 +228,32 @@ class GenerateService:
             plan = await self._make_plan(ask, receipt, deadline, entry.trace)
             request, text = plan.request, plan.text
             entry.request, entry.trace.step = request, ""
-            async with self._charged(ask.tenant, plan), aclosing(self._run(request, text)) as events:
-                # What the client sends back to go on: its own form, not the one that follows from tools and thinking.
-                told, form = request.params, ask.sampling.structured
-                told = told if told.structured is form else replace(told, structured=form)
-                facts = (request.id, self.model_name, request.prompt_len, told)
-                yield Accepted(*facts, plan.stops, plan.receipt, request.resumed, text.shown, plan.relaxed)
+            with self._journal.shared(entry, ask.traceparent, ask.tracestate, [other for other, _ in plan.others]) as entries:
+                async with self._charged(ask.tenant, plan), aclosing(self._answers(plan, ask, entries)) as events:
+                    # What the client sends back to go on: its own form, not the one that follows from tools and thinking.
+                    told = replace(request.params, structured=ask.sampling.structured, logprobs=ask.sampling.logprobs)
+                    facts = (plan.id, self.model_name, request.prompt_len, told)
+                    yield Accepted(*facts, plan.stops, plan.receipt, request.resumed, text.shown, plan.relaxed, ask.n)
+                    async for event in events:
+                        yield event
+
+    async def _answers(self, plan: _Plan, ask: Ask, entries: Sequence[Entry]) -> AsyncGenerator[Scores | Pieces | Finished, None]:
+        if not plan.others:
+            async with aclosing(self._run(plan.request, plan.text, entries[0])) as events:
                 async for event in events:
-                    if isinstance(event, Finished):
-                        entry.finish = event.reason
                     yield event
+            return
+        runs = [self._run(*each, entry) for each, entry in zip(((plan.request, plan.text), *plan.others), entries, strict=True)]
+        best = Best(ask.n, len(runs), ask.sampling.logprobs) if ask.computed > ask.n else None
+        async with aclosing(merge(runs)) as merged:
+            async for choice, event in merged:
+                if best is None or isinstance(event, Scores):
+                    yield replace(event, choice=choice)
+                else:
+                    best.take(choice, event)
+        if best is not None:
+            for event in best.events():
+                yield event
 
     async def _make_plan(self, ask: Ask, receipt: Receipt | None, deadline: float, trace: Trace) -> _Plan:
         served = self._served()
@@ -297,17 +265,19 @@ class GenerateService:
             ask, more = self._demanded(ask, end)
             relaxed = (relaxed or await self._check_form(ask, served, deadline)) + more
         await self._check_output(ask, thinking, served, deadline)
-        params, stops = resolve(ask, len(prompt), served.max_model_len, self._draws.seed())
+        params, stops = resolve(ask, len(prompt), served.max_model_len, self._draws.seed(), self._limits)
         if stops:
             params = replace(params, stop_token_ids=params.stop_token_ids | self._tokenizer.stop_tokens(stops))
         params = replace(params, thinking=thinking) if thinking is not None else params
         params = replace(params, speculation=await self._speculation(ask, served, deadline)) if ask.guides else params
+        params = replace(params, logprobs=params.logprobs or 0) if ask.computed > ask.n else params
         id_ = ask.request_id or (receipt.request_id if receipt else self._draws.request_id())
         output = list(ask.output_so_far)
         digest = await self._off_loop(len(prompt) > LONG_PROMPT, deadline, prompt_digest, prompt)
-        text = self._transcript(ask, prompt, params, stops, self._forms.call_id(id_, digest))
+        name = f"{id_}-0" if ask.computed > 1 else id_
+        text = self._transcript(ask, prompt, params, stops, self._forms.call_id(name, digest))
         tokens = [*prompt, *output] if output else prompt
-        request = Request(id_, tokens, len(prompt), params, self._salt(ask), deadline, trace, resumed=len(output), priority=ask.priority)
+        request = Request(name, tokens, len(prompt), params, self._salt(ask), deadline, trace, resumed=len(output), priority=ask.priority)
         request.backlog = ask.backlog
         long = len(prompt) > LONG_PROMPT
         if receipt is not None:
@@ -322,7 +292,12 @@ class GenerateService:
             request.finish = await self._off_loop(True, deadline, text.replay, output, served.eos_token_ids)
         expires_at = time() + self._config.max_timeout_s + CLOCKS_DIFFER_S
         new = Receipt.of(id_, digest, served.model_fingerprint, ask.tenant, expires_at)
-        return _Plan(request, text, stops, ask.resume or new.sealed(self._receipt_key), receipt is not None, relaxed)
+        others = tuple(
+            (other, self._transcript(ask, prompt, other.params, stops, self._forms.call_id(other.id, digest)))
+            for other in siblings(request, id_, ask.computed)
+        )
+        sealed = b"" if others else ask.resume or new.sealed(self._receipt_key)
+        return _Plan(id_, request, text, others, stops, sealed, receipt is not None, relaxed)
 
     async def _check_form(self, ask: Ask, served: Served, deadline: float) -> tuple[str, ...]:
         """Compiles the grammar as a worker will, in a thread. Returns what of it is not enforced. Raises INVALID_FIELD with its path in the
@@ -382,7 +357,7 @@ class GenerateService:
         """Raises INVALID_FIELD."""
         return with_effort(ask.setting, self._tokenizer.variables, self._forms.thinking is not None)
 
-    async def _run(self, request: Request, text: Transcript) -> AsyncGenerator[Event, None]:
+    async def _run(self, request: Request, text: Transcript, entry: Entry) -> AsyncGenerator[Scores | Pieces | Finished, None]:
         if request.finish is None:  # else the output had ended when its stream broke
             async with aclosing(self._dispatcher.generate(request)) as batches:
                 async for tokens in batches:
@@ -398,6 +373,7 @@ class GenerateService:
         reason = "stop" if text.ended else request.finish
         if reason is None:
             raise BatonError(Reason.INTERNAL, "the request ended without a reason")
+        entry.finish = reason
         yield self._finished(request, reason, text, rest)
 
     async def _tokenize(self, ask: Ask, deadline: float) -> list[int]:
@@ -437,17 +413,17 @@ class GenerateService:
         """Charges the quota; no other code does. The prompt is charged on admission, the output at the end, however the request ends. A
         request that is refused later, before anything was computed for it, costs nothing. Output of an earlier call counts as a prompt,
         and like the prompt, it is free if it was charged before."""
-        request, known = plan.request, len(plan.request.tokens)
+        requests, known = [plan.request, *(other for other, _ in plan.others)], len(plan.request.tokens)
         if not plan.paid:
             await self._rates.admit(tenant, known)
         try:
             yield
         except BatonError as error:
-            if error.reason in REFUSALS and not request.made and not plan.paid:
+            if error.reason in REFUSALS and not any(request.made for request in requests) and not plan.paid:
                 await self._rates.refund(tenant, known)
             raise
         finally:
-            await self._rates.charge(tenant, request.made)
+            await self._rates.charge(tenant, sum(request.made for request in requests))
 
     def _salt(self, ask: Ask) -> str:
         """Separates the block keys of tenants, who share cached prefixes only if the configuration says so."""
@@ -465,10 +441,6 @@ def _refusing(field: str) -> Iterator[None]:
         raise invalid(field, str(error)) from None
     except (GrammarsBusy, TimeoutError) as error:
         raise BatonError(Reason.SATURATED, str(error) or "the form of the output was not ready in time") from None
-
-
-def parts(event: Event) -> tuple[Part, ...]:
-    return event.pieces if isinstance(event, Pieces) else (event,)
 
 
 def _scores(request: Request) -> Iterator[Scores]:

@@ -45,6 +45,11 @@ class Limits:
     max_name: int = 256  # bytes
     max_resume: int = 256  # bytes; a receipt has fewer
     max_structured: int = 1 << 16  # bytes
+    max_choices: int = 128  # that are computed for one request
+    max_answer_tokens: int = 1 << 17  # of all of them together
+
+
+LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,13 @@ class Ask:
     output_so_far: Sequence[int] = ()  # the beginning of the output, which an earlier call has streamed
     resume: bytes = b""  # the receipt of that call (`router.resume`)
     backlog: Backlog = field(default_factory=Backlog, compare=False)  # shared by the choices of one answer
+    n: int = 1  # choices
+    best_of: int | None = None  # of so many that are computed; None: all are the answer
+
+    @property
+    def computed(self) -> int:
+        """How many choices are computed."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def guides(self) -> bool:
@@ -139,6 +151,7 @@ def check(
         *_sampling(ask.sampling, limits, vocab_size),
         *_continuation(ask, limits, vocab_size, context),
         *_speculation(ask, limits, vocab_size, context, offer),
+        *_choices(ask, limits),
     ]
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -158,7 +171,7 @@ def recommend(asked: AskSampling, recommended: Recommended) -> AskSampling:
     return replace(asked, default_max_tokens=most, **numbers)
 
 
-def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple[SamplingParams, tuple[str, ...]]:
+def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int, limits: Limits = LIMITS) -> tuple[SamplingParams, tuple[str, ...]]:
     """Returns the complete parameters and the stop strings of an ask that passed `check`. `context`: longest prompt plus output, in tokens.
 
     Raises CONTEXT_LENGTH if the prompt leaves no room for an output, or not for as many tokens as were requested; INVALID_FIELD if the
@@ -177,6 +190,8 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int) -> tuple
         count = f"{asked.prompt_logprobs} and its own for each of {prompt_tokens} tokens"
         raise invalid("sampling.prompt_logprobs", f"{count} are more than {MAX_PROMPT_LOGPROBS}")
     max_tokens = min(asked.default_max_tokens, room) if asked.max_tokens is None else asked.max_tokens
+    if asked.max_tokens is None and ask.computed > 1:
+        max_tokens = min(max_tokens, limits.max_answer_tokens // ask.computed)
     if len(ask.output_so_far) > max_tokens:
         raise invalid("output_so_far.ids", _beyond(max_tokens))
     numbers: dict[str, Any] = {name: _or(getattr(asked, name), number.default) for name, number in NUMBERS.items()}
@@ -334,6 +349,27 @@ def _speculation(ask: Ask, limits: Limits, vocab_size: int, context: Context | N
 
 def predicts_too_much(most: int) -> str:
     return f"must not be longer than the context, {most} tokens"
+
+
+def _choices(ask: Ask, limits: Limits) -> Iterator[Violation]:
+    for name, count in (("n", ask.n), ("best_of", ask.computed)):
+        if not 1 <= count <= limits.max_choices:
+            yield Violation(name, f"must be from 1 to {limits.max_choices}")
+            return
+    if ask.computed < ask.n:
+        yield Violation("best_of", f"must not be less than n ({ask.n})")
+        return
+    if ask.computed == 1:
+        return
+    total = ask.computed * (ask.sampling.max_tokens or 1)
+    if total > limits.max_answer_tokens:
+        many = f"{ask.computed} choices of {ask.sampling.max_tokens} tokens"
+        yield Violation("sampling.max_tokens", f"{many} are more than the {limits.max_answer_tokens} that an answer may have")
+    alone = "needs an answer of one choice: each choice can be continued by itself, as a request with its own seed"
+    if ask.output_so_far:
+        yield Violation("output_so_far", alone)
+    if ask.resume:
+        yield Violation("resume", alone)
 
 
 def _beyond(max_tokens: int) -> str:

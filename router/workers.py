@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
@@ -113,10 +113,10 @@ class Workers(Protocol):
         handle: bytes,
         timeout_s: float,
         first: "asyncio.Future[int] | None" = None,
-        forks: "Sequence[Fork]" = (),
+        forks: Sequence[Any] = (),
     ) -> AsyncGenerator[DecodeEvent, None]:
         """Yields Adopted once the worker holds the KV of `handle` (empty: it computes the prompt itself), then tokens, then Ended. `first`:
-        the token after the known ones, which is not known yet. `forks` begin with this call."""
+        the token after the known ones, which is not known yet. `forks`, which `fork` has returned, begin with this call."""
         ...
 
     def fork(self, worker: WorkerRecord, request: Request, timeout_s: float) -> Fork:

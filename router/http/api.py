@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from router.events import Part
 from router.http.errors import HttpError
 from router.http.openai_in import Asked, Caller
-from router.service import Part
 
 Json = dict[str, Any]
 

@@ -31,6 +31,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys
 from baton.cluster.page_server import Headers as RawHeaders
 from baton.cluster.page_server import Page
+from router.events import Accepted, Event, Pieces, parts
 from router.http import messages_in, messages_out, openai_in, openai_out, tokens_in, unserved
 from router.http.api import Api, Writer
 from router.http.body import UNSUPPORTED
@@ -43,10 +44,11 @@ from router.http.openai_out import REASONING
 from router.http.openapi import document
 from router.http.pieces import InPieces, gather, list_of_ids, members
 from router.http.responses import Responses
-from router.http.stream import ClientGone, merge, while_connected
+from router.http.stream import ClientGone, while_connected
 from router.http.tokens_out import GenerateWriter
+from router.merging import merge
 from router.request import Scores
-from router.service import Event, GenerateService, Pieces, parts
+from router.service import GenerateService
 from router.tokenizer import Tokenizer
 from router.turn_budget import TurnBudget
 from router.validate import Ask
@@ -216,13 +218,17 @@ class HttpDoor:
                     async for event in events:
                         yield event
             except BatonError as error:
-                raise to_http(error, asked.names_of(number)) from None
+                raise to_http(error, asked.names_of(number * asked.n)) from None
 
         async with aclosing(merge([one(number, ask) for number, ask in enumerate(asked.asks)])) as events:
             async for number, event in events:
+                if isinstance(event, Accepted):
+                    for choice in range(asked.n):
+                        yield number * asked.n + choice, event.of(choice)
+                    continue
                 if isinstance(event, Pieces | Scores):
                     await self._budget.spend(event.size)
-                yield number, event
+                yield number * asked.n + event.choice, event
 
     async def _models(self, request: Request) -> Response:
         self._caller(request)

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from baton.cluster.errors import BatonError, Reason
+from router.events import Accepted, Part, Piece
 from router.http.errors import bad_value
 from router.http.openai_in import ONE_CHOICE, Asked
-from router.service import Accepted, Part, Piece
 
 HEADER = "last-event-id"
 ASKING_HEADER = "x-event-ids"  # for clients that cannot change the body
@@ -56,7 +56,7 @@ def resume(asked: Asked, last: EventId, request_id: str) -> Asked:
     """What the client asks for, from after its last event on. `request_id`: the one that it chose itself, or empty. Raises HttpError."""
     if not asked.resumable:
         raise bad_value(HEADER, NO_IDS)
-    if len(asked.asks) > 1:
+    if not asked.is_one:
         raise bad_value(HEADER, "only a stream of one choice can be resumed")
     (ask,) = asked.asks
     if ask.output_so_far and len(ask.output_so_far) + asked.chat > last.events:  # the first event of a chat holds no token
@@ -127,6 +127,6 @@ def asks_for_ids(asked: Asked, headers: Mapping[str, str]) -> bool:
         raise bad_value(ASKING_HEADER, "must be true or false")
     if given == "true" and not asked.resumable:
         raise bad_value(ASKING_HEADER, NO_IDS)
-    if given == "true" and len(asked.asks) > 1:
+    if given == "true" and not asked.is_one:
         raise bad_value(ASKING_HEADER, ONE_CHOICE)
     return asked.event_ids or given == "true"

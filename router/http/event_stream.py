@@ -8,12 +8,12 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.events import Event, parts
 from router.http.api import Api, Json, Writer
 from router.http.errors import HttpError
 from router.http.event_id import Numbering
 from router.http.pieces import joined, rest
 from router.http.stream import while_connected
-from router.service import Event, parts
 from router.turn_budget import TurnBudget
 
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}

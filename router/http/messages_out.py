@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from router.events import Accepted, Finished, Part
 from router.http import api as api_
 from router.http.api import Json
 from router.http.errors import HttpError, to_json, to_param
@@ -19,7 +20,6 @@ from router.http.openai_in import Asked, Caller
 from router.http.openai_out import check_size
 from router.http.pieces import members
 from router.request import Scores
-from router.service import Accepted, Finished, Part
 from router.tokenizer import Tokenizer
 from router.tools.delta import Arguments, CallBegin, Content, Delta, Reasoning
 

@@ -9,7 +9,7 @@ reported, with the path of the parameter down to its index.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -27,7 +27,7 @@ from baton.engine.core.speculation import UNASKED, Speculation
 from router.backlog import Backlog
 from router.conversation import PLAIN
 from router.http import forms
-from router.http.body import UNSUPPORTED, Body, Boolean, Integer, Number, Rule, String, Whatever, neutral, read, sized
+from router.http.body import Body, Boolean, Integer, Number, Rule, String, Whatever, neutral, read, sized
 from router.http.conversing import (
     Content,
     Conversing,
@@ -61,7 +61,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    asks: tuple[Ask, ...]  # n for the first prompt, then n for the next
+    asks: tuple[Ask, ...]  # one for each prompt, with n choices
     n: int = 1
     chat: bool = False
     stream: bool = False
@@ -79,9 +79,14 @@ class Asked:
     prompt_logprobs: int | None = None  # of the prompt's tokens, apart from the output's
     names: Mapping[str, str] = field(default_factory=lambda: _NO_NAMES)  # field of an Ask → parameter
 
+    @property
+    def is_one(self) -> bool:
+        """Whether a single choice is computed."""
+        return len(self.asks) == 1 and self.asks[0].computed == 1
+
     def names_of(self, choice: int) -> Mapping[str, str]:
         """`names`; in a batch of prompts, with the index of the prompt."""
-        if len(self.asks) == self.n:
+        if len(self.asks) == 1:
             return self.names
         return {ours: f"prompt[{choice // self.n}]" if theirs == "prompt" else theirs for ours, theirs in self.names.items()}
 
@@ -275,8 +280,8 @@ def chat(body: bytes, caller: Caller) -> Asked:
 def completion(body: bytes, caller: Caller) -> Asked:
     """Reads the body of POST /v1/completions. Raises HttpError."""
     given = read(body, Completion)
-    if given.best_of not in (None, given.n or 1):
-        raise bad_value("best_of", "is not supported here (only the value of n is accepted)", UNSUPPORTED)
+    if given.stream and given.best_of is not None and given.best_of > (given.n or 1):
+        raise bad_value("best_of", "must not be more than n in a stream: the best choices are known when all have ended")
     said = sampling_of(given, forms.read(given), default_max_tokens=COMPLETION_MAX_TOKENS, logprobs=given.logprobs)
     echoed = given.logprobs if given.echo else None
     if echoed is not None:
@@ -355,7 +360,7 @@ def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool,
     if given.prompt_logprobs is not None and given.stream:
         raise bad_value("prompt_logprobs", WHOLE)
     if given.output_so_far:
-        if not given.stream or n * len(prompts) > 1:
+        if not given.stream or n * len(prompts) > 1:  # a stream has no more choices than it shows
             raise bad_value("output_so_far", ONE_CHOICE)
         prompts = [replace(prompts[0], output_so_far=tuple(given.output_so_far))]
     asked = asked_of(given, prompts, caller, n=n, names=names | forms.called(given) | {"output_so_far.ids": "output_so_far"})
@@ -365,17 +370,23 @@ def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool,
 
 def asked_of(given: Any, prompts: list[Ask], caller: Caller, *, n: int, names: Mapping[str, str]) -> Asked:
     """`given` has `stream` and `stream_options`. Raises HttpError."""
-    if n * len(prompts) > MAX_CHOICES:
-        raise bad_value("n", f"{len(prompts)} prompts with {n} choices each are more than {MAX_CHOICES} choices")
+    best_of = getattr(given, "best_of", None)
+    for name, count in (("n", n), ("best_of", best_of or 1)):
+        if count * len(prompts) > MAX_CHOICES:
+            raise bad_value(name, f"{len(prompts)} prompts with {count} choices each are more than {MAX_CHOICES} choices")
     if given.stream_options is not None and not given.stream:
         raise bad_value("stream_options", "needs stream to be true")
     options = given.stream_options or StreamOptions()
-    if options.include_event_ids and n * len(prompts) > 1:
+    if options.include_event_ids and max(n, best_of or 1) * len(prompts) > 1:
         raise bad_value("stream_options.include_event_ids", ONE_CHOICE)
     backlog = Backlog()
-    prompts = [replace(prompt, backlog=backlog) for prompt in prompts]
+    alone = len(prompts) == 1
+    asks = (
+        replace(ask, backlog=backlog, n=n, best_of=best_of, request_id=caller.request_id if alone else f"{caller.request_id}-{i}")
+        for i, ask in enumerate(prompts)
+    )
     return Asked(
-        asks=tuple(_choices(prompts, n, caller.request_id)),
+        asks=tuple(asks),
         n=n,
         stream=bool(given.stream),
         include_usage=bool(options.include_usage),
@@ -383,14 +394,3 @@ def asked_of(given: Any, prompts: list[Ask], caller: Caller, *, n: int, names: M
         event_ids=bool(options.include_event_ids),
         names={**names, "resume": "last-event-id"},
     )
-
-
-def _choices(prompts: list[Ask], n: int, request_id: str) -> Iterator[Ask]:
-    """Each choice is a separate request. If a seed is given, choice i gets that seed plus i."""
-    alone = n * len(prompts) == 1
-    for i, ask in enumerate(prompts):
-        for j in range(n):
-            seed = None if ask.sampling.seed is None else (ask.sampling.seed + j) % (1 << 64)
-            sampling = ask.sampling if seed == ask.sampling.seed else replace(ask.sampling, seed=seed)
-            sampling = sampling if j == 0 else replace(sampling, prompt_logprobs=None)  # one tells them for all
-            yield replace(ask, request_id=request_id if alone else f"{request_id}-{i * n + j}", sampling=sampling)

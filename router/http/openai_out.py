@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.engine.core.sampling import FIELDS
+from router.events import Accepted, Finished, Part, Piece
 from router.http import api as api_
 from router.http.errors import bad_value, to_json
 from router.http.forms import written
@@ -20,7 +21,6 @@ from router.http.openai_in import Asked, Caller
 from router.http.pieces import list_of, list_of_ids, members
 from router.http.prompt_out import PromptOut, finite, token_text
 from router.request import Scores, Token
-from router.service import Accepted, Finished, Part, Piece
 from router.tokenizer import Tokenizer
 from router.tools.delta import Arguments, CallBegin, Delta, Reasoning
 
@@ -42,6 +42,7 @@ class Choice:
     finish: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    discarded_tokens: int = 0  # of choices that are not among the best
     cached_tokens: int = 0
     sampling: _Json = field(default_factory=dict)  # what is in force, if the answer is to name it
     reasoning: list[str] = field(default_factory=list)  # kept like `texts`
@@ -204,7 +205,7 @@ class Writer:
         self._shape: Shape = Chat(tokenizer, reasoning) if asked.chat else Completion(tokenizer)
         self._logprobs = asked.asks[0].sampling.logprobs is not None
         # The client of a resumed stream has the first chunk.
-        self._choices = [Choice(begun=bool(ask.resume and ask.output_so_far)) for ask in asked.asks]
+        self._choices = [Choice(begun=bool(ask.resume and ask.output_so_far)) for ask in asked.asks for _ in range(asked.n)]
         self._head = {"id": f"{self._shape.prefix}-{request_id}", "object": self._shape.name, "created": int(clock()), "model": model}
         self._tokenizer = tokenizer
         self._prompts = [PromptOut() for _ in asked.asks]
@@ -216,7 +217,7 @@ class Writer:
         together would delay others. Raises HttpError for an answer that is too long."""
         choice = self._choices[index]
         if isinstance(event, Scores):
-            self._size += self._prompts[index].take(event, self._asked, self._tokenizer)
+            self._size += self._prompts[index // self._asked.n].take(event, self._asked, self._tokenizer)
         elif isinstance(event, Piece):
             choice.texts.append(event.text)
             choice.ids.append(event.token.id)
@@ -296,11 +297,12 @@ class Writer:
             yield self._chunk_head | {"choices": [], "usage": self.usage()}
 
     def usage(self) -> _Json:
-        """A prompt counts once, however many choices it has; its cached tokens are those that every choice found cached."""
+        """A prompt counts once, however many choices it has; its cached tokens are those that every choice found cached. All tokens that
+        were generated count."""
         n = self._asked.n
         prompts = [self._choices[i : i + n] for i in range(0, len(self._choices), n)]
         prompt_tokens = sum(max(choice.prompt_tokens for choice in choices) for choices in prompts)
-        completion_tokens = sum(choice.completion_tokens for choice in self._choices)
+        completion_tokens = sum(choice.completion_tokens + choice.discarded_tokens for choice in self._choices)
         cached = sum(min(choice.cached_tokens for choice in choices) for choices in prompts)
         thought = sum(choice.reasoning_tokens for choice in self._choices)
         told = {"reasoning_tokens": thought}
@@ -317,15 +319,18 @@ class Writer:
         }
 
     def _scored(self, index: int) -> PromptOut:
-        """What is told of the prompt: it is scored for the first of its choices."""
-        return self._prompts[index - index % self._asked.n]
+        """What is told of the prompt of a choice."""
+        return self._prompts[index // self._asked.n]
 
     def _note(self, index: int, event: Part) -> None:
         choice = self._choices[index]
         match event:
             case Accepted():
                 choice.prompt_tokens = event.prompt_tokens
-                prompt = self._prompts[index] = PromptOut.of(self._asked, self._asked.asks[index], self._tokenizer)
+                number, n = divmod(index, self._asked.n)
+                if n == 0:
+                    self._prompts[number] = PromptOut.of(self._asked, self._asked.asks[number], self._tokenizer)
+                prompt = self._prompts[number]
                 choice.texts += [prompt.text] if prompt.text else []
                 choice.completion_tokens, choice.length = event.output_tokens, event.shown + len(prompt.text)
                 if self._asked.sampling:
@@ -339,7 +344,7 @@ class Writer:
                 called = event.calls and event.reason == "stop"
                 # Clients read "stop" as a complete document.
                 choice.finish = "tool_calls" if called else "length" if event.incomplete else event.reason
-                choice.reasoning_tokens = event.reasoning_tokens
+                choice.reasoning_tokens, choice.discarded_tokens = event.reasoning_tokens, event.discarded_tokens
                 choice.predicted = event.predicted
                 choice.cached_tokens = event.request.trace.cached_tokens
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from router.events import Accepted, Finished, Part, Piece
 from router.http.errors import HttpError, bad_value, to_json
 from router.http.openai_out import MAX_WHOLE_BYTES
 from router.http.pieces import list_of, members
 from router.http.prompt_out import LOWEST_LOGPROB, token_text
 from router.http.responses_in import AskedResponse
 from router.request import Scores, Token
-from router.service import Accepted, Finished, Part, Piece
 from router.tokenizer import Tokenizer
 from router.tools.delta import Arguments, CallBegin, Content, Delta, Reasoning
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from router.events import Finished, Part
 from router.http.openai_in import Asked
 from router.http.openai_out import Chat, Choice, Completion, Writer
 from router.http.pieces import list_of_ids, members
 from router.http.prompt_out import finite
 from router.request import Token
-from router.service import Finished, Part
 from router.tokenizer import Tokenizer
 from router.tools.delta import Delta
 

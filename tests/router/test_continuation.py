@@ -14,9 +14,9 @@ from baton.cluster.errors import BatonError, Reason
 from baton.v1 import generation_pb2 as pb
 from router.dispatch import Dispatcher
 from router.door import to_ask, to_response
+from router.events import Event
 from router.rates import Unlimited
 from router.request import Request
-from router.service import Event
 from router.tokenizer import Tokenizer
 from router.transcript import Transcript
 

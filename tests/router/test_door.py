@@ -19,8 +19,8 @@ from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.conversation import PLAIN, Aside, Call, Tool
 from router.door import GenerationDoor, to_ask, to_response
+from router.events import Piece, Pieces
 from router.request import Token
-from router.service import Piece, Pieces
 from router.tokenizer import Tokenizer
 from router.tools.delta import Arguments, CallBegin, Reasoning
 from router.validate import Context, Limits, check

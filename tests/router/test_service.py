@@ -25,10 +25,11 @@ from baton.stages import Stage
 from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.door import to_response
+from router.events import Accepted, Event, Finished, Piece, Pieces, parts
 from router.journal import Entry, Journal
 from router.rates import Unlimited
 from router.request import FinishReason, Request, Stopwatch, Token, Tokens
-from router.service import Accepted, Draws, Event, Finished, GenerateService, ModelText, Piece, Pieces, parts
+from router.service import Draws, GenerateService, ModelText
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 from router.view import ClusterView

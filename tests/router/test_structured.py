@@ -13,7 +13,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.engine.core.grammar import Grammar
 from baton.v1 import generation_pb2 as pb
 from router.door import to_ask, to_response
-from router.service import Accepted, Event, Finished
+from router.events import Accepted, Event, Finished
 from router.validate import Ask, AskSampling
 
 EOS = 256

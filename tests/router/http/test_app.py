@@ -14,9 +14,9 @@ from http_door import CHAT, COMPLETION, CONTEXT, HELLO, Call, House, Script, fai
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys, Entry
+from router.events import Event
 from router.http.app import allow_origins
 from router.http.openapi import document
-from router.service import Event
 from router.tokenizer import Tokenizer
 from router.validate import Ask
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.core.sampling import SamplingParams
+from router.events import Accepted, Finished, Part, Piece
 from router.http.openai_in import Asked
 from router.http.openai_out import Writer
 from router.http.prompt_out import token_text
 from router.request import Request, Stopwatch, Token, Trace
-from router.service import Accepted, Finished, Part, Piece
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 
@@ -27,7 +27,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def writer(tokenizer: Tokenizer, choices: int = 1, logprobs: int | None = None, **fields: Any) -> Writer:
-    asks = (Ask(sampling=AskSampling(logprobs=logprobs)),) * choices
+    asks = (Ask(sampling=AskSampling(logprobs=logprobs)),) * (choices // fields.get("n", choices))
     return Writer(Asked(asks, **{"n": choices, "chat": True, **fields}), tokenizer, "r", "m", lambda: 1000.9)
 
 

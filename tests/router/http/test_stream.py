@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from router.http.stream import ClientGone, merge, while_connected
+from router.http.stream import ClientGone, while_connected
+from router.merging import merge
 
 
 class Source:
