@@ -384,10 +384,9 @@ def build_request(
 ) -> pb.GenerateRequest:
     """Takes one of `prompt`, `messages` (the fields of ChatMessage: "role", "content", …) and `token_ids`. `sampling` takes the fields of
     baton.v1.SamplingParams, `n`, `best_of`, `parse_special` and `add_special_tokens` of GenerateRequest, and for messages those of Chat,
-    such as `tools`.
-    The form of the answer is `structured`, a mapping with the fields of baton.v1.Structured, or one of `json_schema` (an object, or its
-    text), `regex` and `choice` (strings). `prediction`: what the answer is expected to be, as text or token ids; `speculation`: the fields
-    of baton.v1.Speculation.
+    such as `tools`. The form of the answer is `structured`, a mapping with the fields of baton.v1.Structured, or one of `json_schema` (an
+    object, or its text), `regex` and `choice` (strings). `prediction`: what the answer is expected to be, as text or token ids;
+    `speculation`: the fields of baton.v1.Speculation.
 
     Raises TypeError for any other keyword, unless exactly one prompt is given, or if several forms are.
     """

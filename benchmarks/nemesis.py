@@ -8,6 +8,7 @@
     python benchmarks/nemesis.py --cancelled 1 --target none --requests 10000   cancels only
     python benchmarks/nemesis.py --speculation prompt_lookup --predicted 0.5    guesses, also by half of the clients
     python benchmarks/nemesis.py --structured 0.5                  half of the requests ask for a JSON document of a schema
+    python benchmarks/nemesis.py --several 0.5 --target decode     half of the requests ask for four choices (no router continues these)
 
 Three routers, two prefill and three decode workers and a Redis on this host; with --hosts, on three network namespaces (root, iproute2):
 Redis and the routers on the first, a prefill and a decode worker on each. It is known which tokens each request must get: the toy's can be
@@ -74,6 +75,7 @@ BACK_WITHIN_S = 120.0
 KV_MIB = 1024  # of a model; the toy is content with less
 TARGETS = ("router", "prefill", "decode", "redis")
 DONE = {"kill": "killed", "stop": "stopped", "restart": "restarted", "cut": "cut off"}
+CHOICES = 4  # of a request that asks for several
 KNOWN = 48  # requests of which a model's outputs are computed before
 
 
@@ -91,6 +93,7 @@ class Plan:
     streams: int
     cancelled: float  # share of the requests
     structured: float  # likewise
+    several: float  # likewise
     stops_s: tuple[float, float]
     quiet_s: float  # between two faults
     speculation: str = ""  # engine.speculation, if it is not to be the default
@@ -149,7 +152,13 @@ class Tally:
 class Work:
     prompt: list[int]
     params: dict[str, Any]
+    n: int = 1
     prediction: list[int] | None = None
+
+    def choice(self, number: int) -> SamplingParams:
+        """What an answer is sampled with."""
+        seed = {"seed": self.params["seed"] + number} if "seed" in self.params else {}
+        return SamplingParams(**(self.params | seed))
 
 
 class ToyOracle:
@@ -158,17 +167,18 @@ class ToyOracle:
     arithmetic: Mapping[str, Any] = {}
 
     def __init__(self, folder: Path, plan: Plan) -> None:
-        self.path, self._tokens, self._structured = toy(folder / "toy", step_delay_ms=5), plan.tokens or 400, plan.structured
+        self.path, self._tokens, self._plan = toy(folder / "toy", step_delay_ms=5), plan.tokens or 400, plan
         self.documents = Documents(self.path, 257, frozenset([256]))
         rng = random.Random(plan.seed)
         self._shared = [[rng.randrange(256) for _ in range(160)] for _ in range(32)]
 
     def draw(self, rng: random.Random) -> Work:
         prompt = rng.choice(self._shared)[: rng.choice((0, 64, 160))] + [rng.randrange(256) for _ in range(rng.randrange(1, 200))]
-        return Work(prompt, drawn(rng, self._tokens, self.documents if rng.random() < self._structured else None))
+        params = drawn(rng, self._tokens, self.documents if rng.random() < self._plan.structured else None)
+        return Work(prompt, params, several(rng, self._plan))
 
-    def expected(self, work: Work) -> list[int]:
-        return naive(work.prompt, SamplingParams(**work.params), matcher=self.documents.matcher(work.params.get("structured")))
+    def expected(self, work: Work, choice: int = 0) -> list[int]:
+        return naive(work.prompt, work.choice(choice), matcher=self.documents.matcher(work.params.get("structured")))
 
 
 class ModelOracle:
@@ -181,33 +191,40 @@ class ModelOracle:
         engine = build(Options.of(self.path, kv_memory_mib=KV_MIB, prefix_caching=False, **self.arithmetic)).engine
         self.documents = Documents(self.path, engine.runner.vocab_size, engine.runner.eos_token_ids)
         tokenizer, rng = Tokenizer.from_file(str(self.path / "tokenizer.json")), random.Random(plan.seed)
-        self._known: list[tuple[Work, list[int]]] = []
+        self._known: list[tuple[Work, list[list[int]]]] = []
         for _ in range(KNOWN):
             told = " ".join(story(rng, 4).sentences)
             documents = self.documents if rng.random() < plan.structured else None
-            work = Work(tokenizer.encode(told).ids[: rng.randrange(20, 200)], drawn(rng, plan.tokens or 200, documents))
-            params, output = SamplingParams(**work.params), []
-            matcher = self.documents.matcher(params.structured)
-            engine.add(Sequence("alone", list(work.prompt), len(work.prompt), params, b"root", matcher=matcher))
-            while not engine.idle:
-                output += [step.sampled.token for step in engine.step() if step.sampled]
-            self._known.append((work, output))
+            prompt = tokenizer.encode(told).ids[: rng.randrange(20, 200)]
+            work, outputs = Work(prompt, drawn(rng, plan.tokens or 200, documents), several(rng, plan)), list[list[int]]()
+            for choice in range(work.n):
+                params = work.choice(choice)
+                matcher = self.documents.matcher(params.structured)
+                engine.add(Sequence("alone", list(work.prompt), len(work.prompt), params, b"root", matcher=matcher))
+                outputs.append([])
+                while not engine.idle:
+                    outputs[-1] += [step.sampled.token for step in engine.step() if step.sampled]
+            self._known.append((work, outputs))
 
     def draw(self, rng: random.Random) -> Work:
         return rng.choice(self._known)[0]
 
-    def expected(self, work: Work) -> list[int]:
-        return next(output for known, output in self._known if known.prompt is work.prompt)
+    def expected(self, work: Work, choice: int = 0) -> list[int]:
+        return next(outputs for known, outputs in self._known if known.prompt is work.prompt)[choice]
 
 
 Oracle = ToyOracle | ModelOracle
 
 
-def judge(oracle: Oracle, work: Work, got: list[int], whole: bool) -> str:
+def several(rng: random.Random, plan: Plan) -> int:
+    return CHOICES if plan.several and rng.random() < plan.several else 1
+
+
+def judge(oracle: Oracle, work: Work, got: list[int], whole: bool, choice: int = 0) -> str:
     form: Grammar | None = work.params.get("structured")
     if form is not None and oracle.documents.ended(got) and not oracle.documents.valid(form, got):
         return "invalid"
-    expected = oracle.expected(work)
+    expected = oracle.expected(work, choice)
     return "exact" if got == (expected if whole else expected[: len(got)]) else "wrong"
 
 
@@ -236,16 +253,18 @@ def edited(output: list[int], rng: random.Random) -> list[int]:
 
 
 async def one(client: AsyncClient, oracle: Oracle, work: Work, leave_after: int | None, tally: Tally) -> None:
-    got: list[int] = []
+    outputs: list[list[int]] = [[] for _ in range(work.n)]
+    got = outputs[0]
     last, gap = time.monotonic(), 0.0
     form: Grammar | None = work.params.get("structured")
     asked = work.params | ({"structured": form.told()} if form is not None else {})
     try:
-        async with client.generate(token_ids=work.prompt, timeout_s=120, prediction=work.prediction, **asked) as stream:
+        asked |= {"n": work.n if work.n > 1 else None, "prediction": work.prediction}
+        async with client.generate(token_ids=work.prompt, timeout_s=120, **asked) as stream:
             async for token in stream:
                 now = time.monotonic()
                 last, gap = now, max(gap, now - last)
-                got.append(token.id)
+                outputs[token.choice].append(token.id)
                 if len(got) - 1 == leave_after:
                     break
             else:
@@ -254,12 +273,13 @@ async def one(client: AsyncClient, oracle: Oracle, work: Work, leave_after: int 
                 tally.drafted += stream.result.usage.drafted_tokens
                 tally.accepted += stream.result.usage.accepted_tokens
     except GenerateError as error:
-        kind = "lost" if got else "refused"
+        kind = "lost" if any(outputs) else "refused"
         tally.outcomes[f"{kind} {error.reason or error.code}"] += 1
         print(f"{kind} after {len(got)} tokens: {error}", flush=True)
         return
     tally.gaps.append(gap)
-    found = await asyncio.to_thread(judge, oracle, work, got, leave_after is None)
+    judged = [await asyncio.to_thread(judge, oracle, work, each, leave_after is None, i) for i, each in enumerate(outputs)]
+    found = next((one for one in judged if one != "exact"), "exact")
     tally.documents += found == "exact" and form is not None and oracle.documents.ended(got)
     tally.outcomes[found if leave_after is None or found != "exact" else "cancelled"] += 1
 
@@ -416,6 +436,7 @@ def main() -> None:
     parser.add_argument("--structured", type=float, default=0.0, help="share of the requests that ask for a JSON document")
     parser.add_argument("--speculation", default="", help="engine.speculation of the workers")
     parser.add_argument("--predicted", type=float, default=0.0, help="share of the requests that bring a prediction")
+    parser.add_argument("--several", type=float, default=0.0, help="share of the requests that ask for four choices")
     parser.add_argument("--stops", type=float, nargs=2, default=(0.5, 15.0), metavar="S")
     parser.add_argument("--quiet", type=float, default=3.0, metavar="S", help="between two faults")
     parser.add_argument("--json", type=Path)
@@ -425,20 +446,9 @@ def main() -> None:
     kinds = [(target, how) for target in targets if target != "host" for how in options.how or ("kill", "stop")]
     kinds += [("host", "cut")] * targets.count("host")
     same = (
-        "minutes",
-        "requests",
-        "faults",
-        "seed",
-        "model",
-        "type",
-        "tokens",
-        "hosts",
-        "streams",
-        "cancelled",
-        "structured",
-        "speculation",
-        "predicted",
-    )
+        "minutes", "requests", "faults", "seed", "model", "type", "tokens", "hosts", "streams", "cancelled", "structured", "several",
+        "speculation", "predicted",
+    )  # fmt: skip
     plan = Plan(**{name: getattr(options, name) for name in same}, kinds=tuple(kinds), stops_s=tuple(options.stops), quiet_s=options.quiet)
     machine = describe()
     print(machine)

@@ -170,7 +170,7 @@ class Dispatcher:
         except BatonError as error:
             self._spend_retry(request, error)
         finally:
-            trace.cached_tokens = trace.cached_tokens or theirs.cached_tokens
+            trace.credit(theirs)
 
     async def _decode_leased(self, request: Request, lease: PromptLease, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:
         """Yields the tokens of one decode worker. Returns early, with a retry spent, if another worker may read the same lease."""

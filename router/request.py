@@ -110,8 +110,12 @@ class Trace:
     def follow(self, other: "Trace") -> None:
         """What happened to the other request until now happened to this one, too: they have one prompt."""
         self.watch.laps = [replace(lap) for lap in other.watch.laps]
+
+    def credit(self, other: "Trace") -> None:
+        """The other request's prefill served this one, too."""
         self.prefill_worker, self.put_aside = other.prefill_worker, other.put_aside
         self.prefill_wait_ms, self.prefill_compute_ms = other.prefill_wait_ms, other.prefill_compute_ms
+        self.cached_tokens = self.cached_tokens or other.cached_tokens
 
     def note_token(self) -> None:
         now = self.watch.clock()

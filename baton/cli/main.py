@@ -174,7 +174,7 @@ def generate(one: OnePrompt, answering: Answering, sampling: object, place: Plac
     with _failing():
         asked = _options(answering, sampling) | {
             "min_tokens": one.min_tokens, "stop": one.stop or None, "ignore_eos": one.ignore_eos or None,
-            "parse_special": False if one.plain else None, **_form(one), **_guesses(one),
+            "parse_special": False if one.plain else None, "n": one.n, "best_of": one.best_of, **_form(one), **_guesses(one),
         }  # fmt: skip
         with (
             find("grpc", place, identity).client() as client,
@@ -184,15 +184,21 @@ def generate(one: OnePrompt, answering: Answering, sampling: object, place: Plac
             shown = 0
             for token in stream:
                 shown += len(token.text)
-                if not one.as_json:
+                if not one.as_json and not one.n:
                     _write(token.text, view.guessed(token) if one.show_draft else "")
-            result = stream.result
-            if not one.as_json:
-                _write(result.text[shown:])
-        print(json.dumps(asdict(result), ensure_ascii=False) if one.as_json else "")
+            results = stream.results
+            if not one.as_json and not one.n:
+                _write(results[0].text[shown:])
+        if one.as_json:
+            told = [asdict(result) for result in results]
+            print(json.dumps({"choices": told} if one.n else told[0], ensure_ascii=False))
+        else:
+            print("\n\n".join(f"[{i}] {result.text}" for i, result in enumerate(results)) if one.n else "")
         if one.show_draft:
-            err.print(f"{result.usage.accepted_tokens} of {result.usage.drafted_tokens} guesses right")
-        if one.trace:
+            guesses = [result.usage for result in results]
+            drafted, accepted = sum(each.drafted_tokens for each in guesses), sum(each.accepted_tokens for each in guesses)
+            err.print(f"{accepted} of {drafted} guesses right")
+        for result in results if one.trace else ():
             err.print(view.trace(result))
 
 

@@ -76,6 +76,8 @@ class OnePrompt:
         bool,
         typer.Option("--show-draft", help="Colour guesses: green what was guessed, red what stands in the place of a wrong guess."),
     ] = False
+    n: Annotated[int | None, typer.Option("--n", help="So many answers, shown one after the other when all have ended.")] = None
+    best_of: Annotated[int | None, typer.Option(help="The best of so many answers, by the mean log-probability of their tokens.")] = None
     trace: Annotated[bool, typer.Option("--trace", help="Draw the stages of this request.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of streamed text.")] = False
 
