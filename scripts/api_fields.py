@@ -90,7 +90,6 @@ APIS = (
             "OpenAI": names(completion_create_params.CompletionCreateParamsNonStreaming),
             "vLLM": frozenset(VLLM_COMPLETION),
         },
-        {"best_of": "only the value of `n`"},
     ),
     Api("`POST /inference/v1/generate`", Generate, {"vLLM": frozenset(VLLM_GENERATE)}),
     Api("`sampling_params` of `/inference/v1/generate`", TokenSampling, {"vLLM": frozenset(VLLM_SAMPLING)}),
