@@ -331,7 +331,7 @@ class Journal:
         self._output_tokens.inc(request.made)
         for choice in trace.choices:
             self._choices[choice].inc()
-        for why in trace.bypasses:
+        for why in trace.bypasses[trace.shared_bypasses :]:
             self._bypasses[why].inc()
         for why in trace.retry_reasons:
             self._retries[why].inc()

@@ -98,6 +98,7 @@ class Trace:
     handoff: Handoff = field(default_factory=Handoff)  # over all attempts
     choices: list[tuple[str, str]] = field(default_factory=list)  # role and reason of each choice of a worker
     bypasses: list[str] = field(default_factory=list)  # reasons
+    shared_bypasses: int = 0  # of them: those of another request, with which it shares a prompt
     retry_reasons: list[str] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     put_aside: frozenset[str] = frozenset()  # workers that were not chosen because they behave badly
@@ -110,6 +111,8 @@ class Trace:
     def follow(self, other: "Trace") -> None:
         """What happened to the other request until now happened to this one, too: they have one prompt."""
         self.watch.laps = [replace(lap) for lap in other.watch.laps]
+        self.bypasses = list(other.bypasses)
+        self.shared_bypasses = len(self.bypasses)
 
     def credit(self, other: "Trace") -> None:
         """The other request's prefill served this one, too."""

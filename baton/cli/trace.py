@@ -136,6 +136,8 @@ def _foot(record: dict[str, Any]) -> Text:
         parts.append(f"first token after {record['ttft'] * 1000:.1f} ms")
     parts.append(f"prompt {record['prompt_tokens']} tokens ({record['cached_tokens']} cached)")
     parts.append(f"output {record['output_tokens']}")
+    if record["choices"] > 1:
+        parts.append(f"choice {record['choice']} of {record['choices']}, from one prompt")
     if record["retries"]:
         parts.append(f"{record['retries']} {'retry' if record['retries'] == 1 else 'retries'}")
     if record["retry_refused"]:

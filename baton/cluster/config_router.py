@@ -55,7 +55,7 @@ class RouterConfig(Section):
         " is behind: then tokens wait for each other, up to 15 ms.",
     )
     max_inflight: int = Field(default=256, ge=1, le=65536, description="Maximum number of requests served at a time.")
-    max_choices: int = Field(default=128, ge=1, le=128, description="Maximum number of choices that are computed for one request.")
+    max_choices: int = Field(default=128, ge=1, le=1024, description="Maximum number of choices that are computed for one request.")
     max_answer_tokens: int = Field(
         default=1 << 17, ge=128, le=1 << 24, description="Maximum number of tokens of all choices of a request together, if it has several."
     )

@@ -80,6 +80,7 @@ def test_a_failure_is_drawn_where_it_happened() -> None:
         ),
         ({"slo_missed": "prefill_wait"}, "missed its objectives because of: prefill_wait"),
         ({"put_aside": ["d1", "p0"]}, "put aside: d1, p0"),
+        ({"choice": 2, "choices": 4}, "choice 2 of 4, from one prompt"),
         ({"retry_refused": True}, "not tried again: the retry budget was spent"),
         ({"tpot": None}, "500.0 ms  d0"),
         ({"request_id": "", "laps": [lap("queue", 0.0, 0.0)], "e2e": 0.0, "ttft": None}, "(no id)"),

@@ -26,6 +26,8 @@ def record(**change: Any) -> dict[str, Any]:
         "laps": [lap("queue", 0, 0.1), lap("prefill", 0.1, 0.4, "p0"), lap("transfer", 0.4, 0.5, "d0"), lap("decode", 0.5, 1.0, "d0")],
         "failures": [],
         "put_aside": [],
+        "choice": 0,
+        "choices": 1,
         "retry_refused": False,
         "bypasses": [],
         "handoff": HANDOFF,

@@ -117,6 +117,7 @@ function facts(record) {
     prompt: `${count(record.prompt_tokens, "token")}, ${record.cached_tokens} cached, ${record.fetched_tokens} fetched from another worker`,
     output: count(record.output_tokens, "token"),
     guesses: record.drafted_tokens ? `${record.accepted_tokens} of ${record.drafted_tokens} right` : "",
+    choice: record.choices > 1 ? `${record.choice} of ${record.choices}, from one prompt` : "",
     prefill: record.prefill_compute ? `waited ${time(record.prefill_wait)}, computed ${time(record.prefill_compute)}` : "",
     bypass: record.bypasses.length ? `the decode worker computed the prompt (${record.bypasses.at(-1)})` : "",
     handoff: moved.transport ? `${moved.transport}: ${count(moved.blocks, "block")}, ${bytes(moved.bytes)}; ${moved.blocks_reused} were there` : "",
