@@ -333,12 +333,10 @@ async def test_a_continuation_that_starts_over_is_detected() -> None:
     fail(world, "d0", tokens=3)
     honest = world.workers.decode
 
-    def forgetful(
-        worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, first: "asyncio.Future[int] | None" = None
-    ) -> AsyncGenerator[DecodeEvent, None]:
+    def forgetful(worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, *_: Any) -> AsyncGenerator[DecodeEvent, None]:
         return honest(worker, replace(request, tokens=request.tokens[: request.prompt_len]), handle, timeout_s)
 
-    world.workers.decode = forgetful  # type: ignore[method-assign]
+    world.workers.decode = forgetful  # type: ignore[method-assign, assignment]
     request, seen = await world.serve()
     assert seen[:3] == truth(request)[:3] and seen[3:6] == truth(request)[:3] and seen != truth(request)
     assert naive(PROMPT, replace(PARAMS, seed=8)) != truth(request)

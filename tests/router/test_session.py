@@ -181,3 +181,50 @@ async def test_a_closed_session_leaves_no_task_and_no_timer() -> None:
     assert [type(error) for error in errors] == [Died, Died]
     assert asyncio.all_tasks() == before
     assert not [timer for timer in asyncio.get_running_loop()._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
+
+
+async def forked(made: Session[pb.PrefillEvent]) -> tuple[Any, Any, "asyncio.Queue[pb.PrefillEvent | BatonError]"]:
+    """A call that waits behind another one, and one that begins with it."""
+    come: asyncio.Queue[pb.PrefillEvent | BatonError] = asyncio.Queue()
+    fork = made.join(60.0, lambda _, event: come.put_nowait(event))
+    leader = made.start(pb.PrefillStart(), 4, 60.0, lambda _, event: None, [fork])
+    return leader, fork, come
+
+
+async def test_a_call_that_begins_with_another_and_is_cancelled_before_is_cancelled_behind_it() -> None:
+    async with session() as (made, stream):
+        first = asyncio.create_task(call(made))
+        await settle()
+        leader, fork, _ = await forked(made)
+        with leader:
+            fork.cancel()
+            stream.flows.release()
+            await settle()
+            assert told(stream) == [starts(1), [(leader.number, "start"), (fork.number, "cancel")]]
+            stream.says.put_nowait(done(1))
+            await first
+
+
+async def test_a_call_whose_leader_was_never_sent_is_told_at_once() -> None:
+    async with session() as (made, stream):
+        first = asyncio.create_task(call(made))
+        await settle()
+        leader, fork, come = await forked(made)
+        with fork:
+            leader.cancel()
+            stream.flows.release()
+            await settle()
+            assert told(stream) == [starts(1)], "neither was sent"
+            error = await come.get()
+            assert isinstance(error, BatonError) and error.reason is Reason.SATURATED
+        stream.says.put_nowait(done(1))
+        await first
+
+
+async def test_a_loss_ends_a_call_that_began_with_another() -> None:
+    async with session() as (made, stream):
+        leader, fork, come = await forked(made)
+        with leader, fork:
+            await settle()
+            stream.says.put_nowait(Lost("Socket closed"))
+            assert isinstance(await come.get(), Died), "the worker had seen it"
