@@ -94,9 +94,9 @@ class SlowWorkers(FakeWorkers):
             return Fault(BROKEN, None if worker.name.startswith("p") else 2)
         return super()._fault(worker)
 
-    async def decode(self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, first=None):  # type: ignore[no-untyped-def]
+    async def decode(self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, first=None, forks=()):  # type: ignore[no-untyped-def]
         holder = self.leases[handle][0] if handle in self.leases else ""
-        async for event in super().decode(worker, request, handle, timeout_s, first):
+        async for event in super().decode(worker, request, handle, timeout_s, first, forks):
             if isinstance(event, Adopted) and holder in self.wrong:
                 event = Adopted(Handoff(failure=Reason.DIGEST_MISMATCH.name))
             yield event
@@ -229,7 +229,7 @@ async def test_so_is_one_whose_readers_fail_the_call() -> None:
     world = World("p0 p1 d0 d1 d2")
     decode = world.workers.decode
 
-    async def fails(worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, first=None):  # type: ignore[no-untyped-def]
+    async def fails(worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, first=None, forks=()):  # type: ignore[no-untyped-def]
         async for event in decode(worker, request, handle, timeout_s, first):
             if isinstance(event, Adopted) and event.handoff.failure:
                 raise BatonError(Reason.DIGEST_MISMATCH, "block 3")

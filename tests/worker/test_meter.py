@@ -145,8 +145,8 @@ async def test_a_cancelled_call_ends_its_span() -> None:
     tracer = OtelTracer(box)
     async with pair(tracer=tracer) as p:
         p.runners[1].step_delay_s = 0.01
-        call = p.decode.open(sequence(PROMPT), "r", None, lambda event: None, traceparent=tracer.begin("root").traceparent)
-        working = p.decode.serve(call, 20.0)
+        opened = p.decode.open(sequence(PROMPT), "r", None, lambda event: None, traceparent=tracer.begin("root").traceparent)
+        working = p.decode.serve(opened, 20.0)
         call = asyncio.create_task(working)
         while not p.engines[1].sequences:
             await asyncio.sleep(0.001)
