@@ -21,6 +21,7 @@ from enum import Enum
 from baton.cluster.errors import BatonError
 from baton.cluster.handoff import Handoff
 from baton.cluster.telemetry import NO_SPAN, Span
+from baton.engine.core.beams import Hypothesis
 from baton.engine.core.sampling import Sampled, Scored
 from baton.engine.core.sequence import Finish, Sequence
 from baton.moves import Moves
@@ -86,7 +87,7 @@ class Made:
     rejected: int = 0
 
 
-Event = PromptScores | Adopted | Made | Finished | BatonError
+Event = PromptScores | Adopted | Made | Hypothesis | Finished | BatonError
 Emit = Callable[[Event], None]
 
 

@@ -5,11 +5,21 @@ from dataclasses import asdict
 from functools import partial
 
 from baton.cluster.errors import BatonError
+from baton.engine.core.beams import Hypothesis
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.identity import Identity
 from baton.worker.session import Emit, Form, Serve, SessionDoor
-from baton.worker.wire import to_call_error, to_finish, to_fork, to_prompt_logprobs, to_sequence, to_token, unpack_handle
+from baton.worker.wire import (
+    to_call_error,
+    to_finish,
+    to_fork,
+    to_hypothesis,
+    to_prompt_logprobs,
+    to_sequence,
+    to_token,
+    unpack_handle,
+)
 from decode_worker.call import Adopted, Ahead, Event, Finished, Made, PromptScores
 from decode_worker.worker import DecodeWorker
 
@@ -57,6 +67,8 @@ def to_message(call_id: int, event: Event) -> pb.DecodeEvent:
             return pb.DecodeEvent(call_id=call_id, token=to_token(event.sampled, event.guessed, event.rejected))
         case PromptScores(first, scores):
             return pb.DecodeEvent(call_id=call_id, prompt_logprobs=to_prompt_logprobs(first, scores))
+        case Hypothesis():
+            return pb.DecodeEvent(call_id=call_id, hypothesis=to_hypothesis(event))
         case Adopted(handoff):
             return pb.DecodeEvent(call_id=call_id, adopted=pb.Adopted(handoff=pb.HandoffFacts(**asdict(handoff))))
         case Finished():

@@ -135,11 +135,13 @@ class DecodeWorker:
             if output.scores:
                 call.emit(PromptScores(output.scored_at, output.scores))
                 continue
-            if output.sampled is None:
+            events = output.found if output.sampled is None else (Made(output.sampled, output.guessed, output.rejected),)
+            if not events:
                 call.fail(failure(output))
                 call.end()
                 continue
-            call.emit(Made(output.sampled, output.guessed, output.rejected))
+            for event in events:
+                call.emit(event)
             if output.finish is not None:
                 seq = output.seq
                 recomputed = seq.prefilled if call.handle is not None or call.forked else 0
@@ -172,7 +174,8 @@ class DecodeWorker:
 
     async def _adopt(self, call: Call, fetch: Fetch, handle: KvHandle, span: Span) -> None:
         seq = call.seq
-        whole = len(seq.tokens) - (call.first is None)  # all but the first token
+        searches = seq.params.beams is not None  # with logits of its own for the last token of the prompt
+        whole = len(seq.tokens) - (call.first is None and not searches)  # all but the first token
         if (handle.start, handle.end) != (0, whole):
             raise BatonError(Reason.LEASE_REFUSED, f"the handle is for positions {handle.start} to {handle.end}, the request has {whole}")
         async with self._room:
@@ -187,7 +190,7 @@ class DecodeWorker:
         span.end()  # the request may be over before `adopt` returns
         first = await call.first if call.first is not None else None
         self._adopted(call)  # before the engine has the sequence: its first token may come immediately
-        await self.engine.adopt(seq, handle.end, first, call.ahead.forks)
+        await self.engine.adopt(seq, handle.end - searches, None if searches else first, call.ahead.forks)
         failpoint("kv.adopted")
 
     async def _recompute(self, call: Call, error: BatonError) -> None:
@@ -199,6 +202,7 @@ class DecodeWorker:
         if call.fetch is not None:
             self.port.importer.release_later(call.fetch)
         first = await call.first if call.first is not None else None
+        first = None if seq.params.beams is not None else first
         await self.engine.give_up(seq, call.filling, first, call.ahead.forks)  # into the call: we may be cancelled while the command runs
         await self._settle(call)
 

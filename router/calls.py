@@ -9,6 +9,7 @@ from baton.cluster.messages import plain
 from baton.cluster.records import WorkerRecord
 from baton.cluster.rpc import from_status
 from baton.cluster.telemetry import NO_SPAN, Span
+from baton.engine.core.beams import Beams
 from baton.engine.core.sampling import FIELDS
 from baton.engine.core.speculation import UNASKED
 from baton.engine.core.thinking import ThinkingBudget
@@ -39,6 +40,8 @@ def to_job(request: Request, span: Span = NO_SPAN, job: worker_pb2.Job | None = 
     job.traceparent, job.tracestate = span.traceparent, span.tracestate
     if request.params.thinking is not None:
         job.thinking.CopyFrom(_to_budget(request.params.thinking))
+    if request.params.beams is not None:
+        job.beam.CopyFrom(_to_beam(request.params.beams))
     if decodes and (asked := request.params.speculation) != UNASKED:
         job.speculation.CopyFrom(generation_pb2.Speculation(method=asked.method, max_tokens=asked.max_tokens))
         job.prediction.extend(asked.prediction)
@@ -47,6 +50,10 @@ def to_job(request: Request, span: Span = NO_SPAN, job: worker_pb2.Job | None = 
 
 def _to_budget(budget: ThinkingBudget) -> worker_pb2.ThinkingBudget:
     return worker_pb2.ThinkingBudget(**asdict(budget))
+
+
+def _to_beam(beams: Beams) -> generation_pb2.Beam:
+    return generation_pb2.Beam(**asdict(beams))
 
 
 def to_addressee(worker: WorkerRecord) -> worker_pb2.Addressee:

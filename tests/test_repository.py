@@ -89,6 +89,7 @@ ARROWS = {
     "prefill_worker": WORKER | {"baton.worker"},
     # Of the engine only what is plain data and standard library: the router never loads torch.
     "router": {
+        "baton.engine.core.beams",
         "baton.engine.core.block_key",
         "baton.engine.facts.fields",
         "baton.engine.facts.fingerprint",

@@ -67,7 +67,8 @@ class GenerationServicer:
 
     def Generate(self, request, context):
         """Streams `accepted`, then `tokens` (indices without gap or repeat), then exactly one `finished`, or ends with an error
-        status; with `n`, so for each choice. Ending the call early cancels the work and frees everything it held.
+        status; with `n`, so for each choice. With `beam`, there is a `hypothesis` for each answer instead of tokens, the best first, when the
+        search is done. Ending the call early cancels the work and frees everything it held.
 
         A stream that breaks after `accepted` can be continued, at this router or any other one of the cluster: send the same request again, with
         `sampling` and `resume` from `accepted`, and in `output_so_far` the ids of all tokens received, in order. The answer is `accepted` again,

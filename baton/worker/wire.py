@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 from baton.clock import loop_time
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.rpc import to_status
+from baton.engine.core.beams import Beams, Hypothesis
 from baton.engine.core.block_key import root_key
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import DraftKv, KvLayout
@@ -55,7 +56,12 @@ def to_params(job: worker_pb2.Job) -> SamplingParams:
     form = sampling.structured
     given["structured"] = Grammar(form.kind, form.text, form.strict) if sampling.HasField("structured") else None
     given["thinking"] = _to_budget(job.thinking) if job.HasField("thinking") else None
+    given["beams"] = _to_beams(job.beam) if job.HasField("beam") else None
     return SamplingParams(**given, speculation=_to_speculation(job))
+
+
+def _to_beams(told: generation_pb2.Beam) -> Beams:
+    return Beams(told.width, told.count, told.length_penalty, told.early_stopping)  # type: ignore[arg-type]  # the router has checked it
 
 
 def _to_speculation(job: worker_pb2.Job) -> Speculation:
@@ -85,6 +91,10 @@ def to_prompt_logprobs(first: int, scores: tuple[Scored, ...]) -> generation_pb2
 
 def to_top(sampled: Sampled) -> list[generation_pb2.TopLogprob]:
     return [generation_pb2.TopLogprob(id=token, logprob=logprob) for token, logprob in sampled.top]
+
+
+def to_hypothesis(found: Hypothesis) -> worker_pb2.GeneratedHypothesis:
+    return worker_pb2.GeneratedHypothesis(token_ids=found.tokens, score=found.score, stopped=found.stopped)
 
 
 def to_finish(finish: Finish | None) -> "generation_pb2.FinishReason":

@@ -7,11 +7,13 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
+from baton.engine.core.beams import Hypothesis
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.drafting import Drafter
+from baton.engine.core.groups import Groups
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingToSample, OutOfDeviceMemory, Runner, Tokens
 from baton.engine.core.sampling import Sampled, Scored
-from baton.engine.core.scheduler import Limits, Scheduler
+from baton.engine.core.scheduler import Limits, Scheduler, seats
 from baton.engine.core.sequence import Finish, Sequence, State, finish_reason
 
 
@@ -37,7 +39,8 @@ class Output:
     dropped the sequence.
 
     Without a token, a failure or an expiry, the output reports a computed chunk of a prompt: `full` lists the blocks that are full now, if
-    it will be held, and `scores` are of the next tokens of the prompt, if that was asked for.
+    it will be held, and `scores` are of the next tokens of the prompt, if that was asked for. The answer of a search comes at its end:
+    `found` has it, and there are no tokens.
     """
 
     seq: Sequence
@@ -50,6 +53,7 @@ class Output:
     scored_at: int = 0  # position of the first of them
     guessed: bool = False  # the token had been guessed
     rejected: int = 0  # guesses of its step that did not become output; told with the last token of the step
+    found: tuple[Hypothesis, ...] = ()
 
 
 @dataclass(slots=True)
@@ -111,6 +115,7 @@ class Engine:
         self.scheduler = Scheduler(self.pool, limits, self.block_size, separates, drafter, draft_kv)
         self.drafter = Drafter() if drafter is None else drafter
         self.sequences: dict[str, Sequence] = {}
+        self.groups = Groups(lambda: self.scheduler, runner, self.sequences)
         self.counts = Counts()
         if max_len > self.pool.num_blocks * self.block_size:
             raise ValueError(f"max_len {max_len} does not fit the pool of {self.pool.num_blocks} blocks of {self.block_size} tokens")
@@ -124,7 +129,7 @@ class Engine:
         try:
             sampled = self.runner.run(batch)
         except NothingToSample as error:
-            return outputs + [self._fail(seq_id, type(error)([seq_id])) for seq_id in error.sequence_ids]  # the others run again
+            return outputs + self._fail(error)  # the others run again
         except OutOfDeviceMemory as error:
             return outputs + self._lighten(batch, error)
         self.counts.chunks += len(batch)
@@ -144,6 +149,7 @@ class Engine:
         """
         self.scheduler.claims.pop(seq.id, None)
         self._welcome(seq, forks)
+        self.groups.open(seq)
         self.scheduler.enqueue(seq)
 
     def reserve(self, seq: Sequence) -> bool:
@@ -156,6 +162,7 @@ class Engine:
             self._welcome(seq)
         if self.scheduler.reserve(seq):
             self.sequences[seq.id] = seq
+            self.groups.open(seq)
             return True
         self.sequences.pop(seq.id, None)
         return False
@@ -211,6 +218,8 @@ class Engine:
                 self.scheduler.running.remove(seq)
                 seq.move("abort")
                 self.scheduler.free(seq)
+            case State.SEARCHING:
+                seq.move("abort")
             case State.HELD:
                 seq.move("release")
                 self.scheduler.free(seq)
@@ -241,7 +250,8 @@ class Engine:
 
     def _schedule(self, now: float, outputs: list[Output]) -> list[Chunk]:
         """Returns the next batch, counts the sequences that start with it, and adds the expired ones to `outputs`."""
-        plan, counts = self.scheduler.schedule(now), self.counts
+        plan, counts = self.scheduler.schedule(now, self.groups.make_room()), self.counts
+        self.groups.restart(plan.preempted)
         counts.preemptions += len(plan.preempted)
         for seq in plan.expired:
             self._leave(seq)
@@ -260,6 +270,8 @@ class Engine:
             raise QueueFull(f"{len(self.scheduler.waiting)} sequences are waiting")
         if seq.id in self.sequences:
             raise ValueError(f"sequence {seq.id} is already here")
+        if seq.branches:
+            self._check_beams(seq)
         self._attach(seq, forks)
         self.sequences[seq.id] = seq
 
@@ -300,6 +312,14 @@ class Engine:
         if not self.scheduler.forget_fork(seq):
             self.scheduler.waiting.remove(seq)
 
+    def _check_beams(self, seq: Sequence) -> None:
+        """Raises TooLong for beams that do not fit this engine, even if they are alone in it."""
+        limits, most = self.scheduler.limits, self.scheduler.final_blocks(seq)
+        if seats(seq) > limits.max_num_seqs:
+            raise TooLong(f"beam.width: {seats(seq)} beams; {limits.max_num_seqs} sequences may run at a time")
+        if most > self.pool.num_blocks:
+            raise TooLong(f"beam.width: {seats(seq)} beams may need {most} blocks of KV; there are {self.pool.num_blocks}")
+
     def _withdraw(self, seq: Sequence, event: str) -> list[int]:
         self.scheduler.fetching.remove(seq)
         seq.move(event)
@@ -328,6 +348,8 @@ class Engine:
         self._branch(seq)
         if not tokens:
             return [Output(seq, None, full=tuple(seq.blocks[: seq.computed // self.block_size]))] if seq.hold else []
+        if seq.params.beams is not None and not seq.hold:
+            return self._search(seq, tokens[0])
         method = ""
         if chunk.drafts:
             method = self.drafter.source(seq)  # it is forgotten with the last token
@@ -356,14 +378,29 @@ class Engine:
         told = [Output(seq, None, scores=scores, scored_at=first + 1)] if scores else []
         return told + [self._settle(seq, token, False) for token in tokens[count:]]
 
-    def _fail(self, seq_id: str, error: NothingToSample) -> Output:
-        """Ends a sequence. If its logits are not finite, its blocks leave the prefix cache, so that they are not found again."""
-        seq = self.sequences[seq_id]
-        if isinstance(error, NonFiniteLogits):
-            self.pool.forget(seq.blocks)
-        self.abort(seq_id)
-        more = seq.matcher.failure if seq.matcher is not None else ""
-        return Output(seq, None, failure=f"{error}: {more}" if more else str(error))
+    def _search(self, seq: Sequence, sampled: Sampled) -> list[Output]:
+        """Takes what a sequence that branches, or one of its beams, may be continued with."""
+        owner, found = seq.owner or seq, self.groups.land(seq, sampled)
+        if not found:
+            return []
+        if owner.state is State.RUNNING:
+            self.scheduler.running.remove(owner)
+            self.scheduler.free(owner)
+        owner.move("finish")
+        self._leave(owner)
+        return [Output(owner, None, Finish.STOP if found[0].stopped else Finish.LENGTH, found=found)]
+
+    def _fail(self, error: NothingToSample) -> list[Output]:
+        """Ends sequences. If their logits are not finite, their blocks leave the prefix cache, so that they are not found again."""
+        outputs = []
+        for seq in (self.sequences[seq_id] for seq_id in error.sequence_ids if seq_id in self.sequences):  # a beam takes its others along
+            if isinstance(error, NonFiniteLogits):
+                self.pool.forget(seq.blocks)
+            seq = seq.owner or seq
+            self.abort(seq.id)
+            failure, more = str(type(error)([seq.id])), seq.matcher.failure if seq.matcher is not None else ""
+            outputs.append(Output(seq, None, failure=f"{failure}: {more}" if more else failure))
+        return outputs
 
     def _lighten(self, batch: Seq[Chunk], error: OutOfDeviceMemory) -> list[Output]:
         """Ends the sequence with the largest part of a batch for which there was no memory, of equal ones the newest. It alone pays: the
@@ -372,6 +409,7 @@ class Engine:
         if not left:
             return []
         seq = max(left, key=lambda chunk: (chunk.positions, chunk.seq.arrival or 0)).seq
+        seq = seq.owner or seq
         self.abort(seq.id)
         return [Output(seq, None, failure=f"the device had no memory left for a step with this sequence: {error}")]
 
@@ -391,6 +429,7 @@ class Engine:
 
     def _leave(self, seq: Sequence) -> None:
         del self.sequences[seq.id]
+        self.groups.close(seq)
         self.drafter.forget(seq)
         for child in self.scheduler.detach(seq):
             self.scheduler.enqueue(child)

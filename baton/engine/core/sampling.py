@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from baton.engine.core.beams import Beams
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.speculation import UNASKED, Speculation
 from baton.engine.core.thinking import ThinkingBudget
@@ -86,9 +87,11 @@ class SamplingParams:
     structured: Grammar | None = None  # the form of the output; min_tokens and ignore_eos then hold where anything but the end may follow
     thinking: ThinkingBudget | None = None  # from the marks of the model's family, which a client does not know
     speculation: Speculation = UNASKED  # how it may be guessed; no token depends on it
+    beams: Beams | None = None  # a search instead of sampling: only max_tokens, min_tokens, stop_token_ids and ignore_eos apply
 
 
-FIELDS = tuple(each.name for each in fields(SamplingParams) if each.name not in ("thinking", "speculation"))  # those of generation.proto
+BESIDE = ("thinking", "speculation", "beams")  # not in SamplingParams of generation.proto
+FIELDS = tuple(each.name for each in fields(SamplingParams) if each.name not in BESIDE)
 NUMBERS: Mapping[str, Number] = MappingProxyType(
     {each.name: each.metadata["number"] for each in fields(SamplingParams) if "number" in each.metadata}
 )

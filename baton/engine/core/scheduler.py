@@ -7,7 +7,7 @@ computed.
 
 Admission counts future growth: a sequence is admitted when the pool has room for its known tokens plus a share (`reserve_growth`) of
 what it and the admitted sequences may still produce. If they produce more than that share, the scheduler preempts: the youngest sequence
-gives its blocks back and waits in its old place.
+gives its blocks back and waits in its old place. Beams of one search run and are preempted together.
 
 Nobody overtakes another (`arrivals`), and the oldest always fits once it is alone.
 
@@ -23,6 +23,7 @@ from itertools import chain
 from typing import Literal
 
 from baton.engine.core.arrivals import Arrivals
+from baton.engine.core.beams import most_blocks
 from baton.engine.core.block_key import extend_keys
 from baton.engine.core.blocks import BlockPool, Content
 from baton.engine.core.drafting import Ask, Drafter
@@ -90,14 +91,16 @@ class Scheduler:
         self._last: float = math.inf if limits.batching == "continuous" else -1
         self._forming_since: float | None = None
 
-    def schedule(self, now: float = 0.0) -> Schedule:
-        """`now` is the caller's clock in seconds. It decides which queued sequences have expired and when a static batch stops waiting."""
-        plan = Schedule(expired=self._arrivals.expire(now))
+    def schedule(self, now: float = 0.0, preempted: Iterable[Sequence] = ()) -> Schedule:
+        """`now` is the caller's clock in seconds. It decides which queued sequences have expired and when a static batch stops waiting.
+        `preempted`: by `make_way` since the last step."""
+        plan = Schedule(preempted=list(preempted), expired=self._arrivals.expire(now))
         if self.limits.batching != "continuous":
             self._form_batch(now)
         for seq in list(self.running):
             if seq.decoding and seq.state is State.RUNNING and self._make_room(seq, plan):
                 plan.chunks.append(Chunk(seq, 1))
+        plan.chunks = [chunk for chunk in plan.chunks if chunk.seq.state is State.RUNNING]  # a beam may have been preempted with its group
         budget = self.limits.max_num_batched_tokens - len(plan.chunks)
         for seq in self.running:
             if seq.prefilling and budget > 0:
@@ -131,8 +134,14 @@ class Scheduler:
         fresh = self._blocks_for(len(child.tokens)) - full
         if not self._is_next(child) or not self._fits(child, full + fresh, self.pool.available - fresh):
             return False
-        own = self.pool.allocate(fresh)
-        assert own is not None
+        return self.branch(parent, child, done)
+
+    def branch(self, parent: Sequence, child: Sequence, done: int) -> bool:
+        """`fork` of one that nobody is before; a beam runs next to its parent. False: there is no block for it."""
+        full = done // self.block_size
+        own = self.pool.allocate(self._blocks_for(len(child.tokens)) - full)
+        if own is None:
+            return False
         self.pool.share(parent.blocks[:full])
         child.blocks = parent.blocks[:full] + own
         child.sealed = min(parent.sealed, full)
@@ -140,7 +149,7 @@ class Scheduler:
         child.computed = child.began = child.reached = done
         child.drafted = min(parent.drafted, done)
         child.move("admit")
-        self.running.append(child)
+        self.running.insert(self.running.index(parent) + 1 if child.owner is not None else len(self.running), child)
         return True
 
     def attach(self, parent: Sequence, forks: Iterable[Sequence]) -> None:
@@ -165,15 +174,43 @@ class Scheduler:
         self.attached[parent].remove(seq)
         return True
 
+    def extend(self, seq: Sequence) -> bool:
+        """Blocks for all that is known of a running sequence. False: there are none."""
+        more = self.pool.allocate(self.missing(seq))
+        seq.blocks += more or []
+        return more is not None
+
+    def missing(self, seq: Sequence) -> int:
+        return max(0, self._blocks_for(len(seq.tokens)) - len(seq.blocks))
+
     def enqueue(self, seq: Sequence) -> None:
         self._arrivals.enqueue(seq)
 
-    def preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
+    def preempt(self, seq: Sequence) -> Sequence:
+        """Returns who waits now: `seq`, or the owner of the beam `seq`, all of whose beams are gone."""
+        if (owner := seq.owner) is None:
+            self.running.remove(seq)
+            self.free(seq)
+        else:
+            for beam in [other for other in self.running if other.owner is owner]:
+                self.drop(beam)
+            seq = owner
         seq.move("preempt")
         seq.preemptions += 1
-        self.free(seq)
         self.enqueue(seq)
+        return seq
+
+    def drop(self, beam: Sequence) -> None:
+        self.running.remove(beam)
+        beam.move("abort")
+        self.free(beam)
+
+    def make_way(self, seq: Sequence, preempted: list[Sequence]) -> bool:
+        """Preempts the youngest sequence, `seq` itself last. Returns whether `seq` still runs."""
+        # A peer may be reading the blocks of a prompt that will be held.
+        victim = next((other for other in reversed(self.running) if not other.hold), seq)
+        preempted.append(self.preempt(victim))
+        return seq.state is State.RUNNING
 
     def free(self, seq: Sequence) -> None:
         """Takes a sequence's blocks away. Its KV is lost unless the prefix cache keeps it."""
@@ -199,7 +236,7 @@ class Scheduler:
 
     def growth(self, seqs: Iterable[Sequence]) -> int:
         """Blocks that these sequences will ask for beyond those they own, if each runs to its last token."""
-        return sum(max(0, self._final_blocks(seq) - len(seq.blocks)) for seq in seqs)
+        return sum(max(0, self.final_blocks(seq) - len(seq.blocks)) for seq in seqs)
 
     def credit_tokens(self) -> int:
         """Tokens that this worker can still promise to hold, in addition to those that it has promised already."""
@@ -241,12 +278,13 @@ class Scheduler:
 
     def _is_next(self, seq: Sequence) -> bool:
         """Whether one more may run, and nobody is before it."""
-        return len(self.running) + len(self.fetching) < self.limits.max_num_seqs and self._arrivals.is_next(seq)
+        taken = sum(map(seats, (*self.running, *self.fetching)))
+        return taken + seats(seq) <= self.limits.max_num_seqs and self._arrivals.is_next(seq)
 
     def _fits(self, seq: Sequence, owns: int, left: int) -> bool:
         """Whether it leaves enough room for growth if it begins with `owns` blocks, and `left` blocks are available then."""
         others = (*self.running, *self.fetching)
-        growth = self.growth(others) + max(0, self._final_blocks(seq) - owns)
+        growth = self.growth(others) + max(0, self.final_blocks(seq) - owns)
         return left >= 0 and not (others and left < growth * self.limits.reserve_growth)
 
     def _make_room(self, seq: Sequence, plan: Schedule) -> bool:
@@ -254,11 +292,7 @@ class Scheduler:
         if seq.computed < len(seq.blocks) * self.block_size:
             return True
         while (block := self.pool.allocate(1)) is None:
-            # A peer may be reading the blocks of a prompt that will be held.
-            victim = next((other for other in reversed(self.running) if not other.hold), seq)
-            self.preempt(victim)
-            plan.preempted.append(victim)
-            if victim is seq:
+            if not self.make_way(seq, plan.preempted):
                 return False
         seq.blocks += block
         return True
@@ -286,7 +320,7 @@ class Scheduler:
             budget -= len(drafts)
 
     def _guessable(self, chunk: Chunk) -> bool:
-        return chunk.samples and chunk.n == 1 and not chunk.seq.hold
+        return chunk.samples and chunk.n == 1 and not chunk.seq.hold and chunk.seq.params.beams is None
 
     def _room(self, seq: Sequence, guesses: int) -> int:
         """For how many guesses there is room now: who drafts may write KV of its own for them."""
@@ -300,9 +334,15 @@ class Scheduler:
         start = seq.sealed * self.block_size
         return Content(seq.keys[seq.sealed - 1] if seq.sealed else None, tuple(seq.tokens[start : start + self.block_size]))
 
-    def _final_blocks(self, seq: Sequence) -> int:
-        """The most blocks that `seq` will own on this worker. A sequence that will be held stops at its first token."""
-        return self._blocks_for(len(seq.tokens) + (0 if seq.hold else max(0, seq.remaining)))
+    def final_blocks(self, seq: Sequence) -> int:
+        """The most blocks that `seq` will own on this worker, with all its beams. A sequence that will be held stops at its first token."""
+        longest = len(seq.tokens) + (0 if seq.hold else max(0, seq.remaining))
+        return most_blocks(seats(seq), len(seq.tokens), longest, self.block_size)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
+
+
+def seats(seq: Sequence) -> int:
+    """How many run, or will run, where `seq` runs."""
+    return seq.params.beams.width if seq.params.beams is not None and seq.branches else 1

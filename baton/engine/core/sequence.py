@@ -18,6 +18,7 @@ class State(Enum):
     WAITING = "waiting"  # in the scheduler's queue, or for the prompt of the sequence that it is forked from; owns no block
     FETCHING = "fetching"  # owns blocks that another worker's KV is being copied into
     RUNNING = "running"
+    SEARCHING = "searching"  # its beams run in its place
     HELD = "held"  # prompt computed; blocks pinned for a reader
     DONE = "done"
 
@@ -41,6 +42,10 @@ MOVES = Moves(
         (State.RUNNING, "hold"): State.HELD,
         (State.RUNNING, "finish"): State.DONE,
         (State.RUNNING, "abort"): State.DONE,
+        (State.RUNNING, "branch"): State.SEARCHING,
+        (State.SEARCHING, "preempt"): State.WAITING,
+        (State.SEARCHING, "finish"): State.DONE,
+        (State.SEARCHING, "abort"): State.DONE,
         (State.HELD, "release"): State.DONE,
     }
 )
@@ -72,6 +77,7 @@ class Sequence:
     scored: int = 0  # tokens of the prompt that have been scored and told
     expires_at: float = math.inf  # on the same clock: from then on no client waits for it, and it is not started
     matcher: Matcher | None = None  # of `params.structured` and `params.thinking`
+    owner: "Sequence | None" = field(default=None, repr=False)  # of a beam: the sequence that it searches for
     guessed: bool = False  # a version of a sequence in which guesses count as known; what follows a wrong one does not matter
 
     def __post_init__(self) -> None:
@@ -90,6 +96,11 @@ class Sequence:
     @property
     def prefilling(self) -> bool:
         return self.pending > 1
+
+    @property
+    def branches(self) -> bool:
+        """Whether it is to become several beams on this worker."""
+        return self.params.beams is not None and self.owner is None and not self.hold
 
     @property
     def output_len(self) -> int:
@@ -124,6 +135,8 @@ class Sequence:
 def finish_reason(seq: Sequence, eos: frozenset[int], max_len: int) -> Finish | None:
     """Why the sequence ends after its last token; None to go on."""
     last, params = seq.tokens[-1], seq.params
+    if params.beams is not None:
+        return None  # this token is nobody's: the search has its own
     if params.structured is not None and last in eos:
         return Finish.STOP  # the document is complete, and nothing may follow
     if seq.output_len >= params.min_tokens and (last in params.stop_token_ids or (last in eos and not params.ignore_eos)):

@@ -97,7 +97,9 @@ def sample(total: int, params: SamplingParams, position: int, vocab_size: int, w
         token = int(ids[(total + noise) % len(ids)])
     if params.logprobs is None:
         return Sampled(token)
-    return Sampled(token, 0.0, ((token, 0.0),) if params.logprobs else ())
+    step = (1 + total % 7) / 8  # exact in float32; sums of such numbers are often equal
+    ranks = range(min(params.logprobs, vocab_size))
+    return Sampled(token, 0.0, tuple(((token + rank) % vocab_size, -rank * step) for rank in ranks))
 
 
 def naive(

@@ -15,7 +15,7 @@ This has further consequences:
 - **Who is guessed for, waits.** Guesses follow known tokens. So a sequence for which the drafter is ready gets no `UNKNOWN`: it joins every
   other step, and sequences that began at different steps fill each other's gaps. After a step with guesses it waits in any case: how far
   it has come is not known. Nobody waits while so many run that a step of all of them gets no guesses.
-- **So does who has a grammar:** the mask of a token depends on the one before it.
+- **So does who has a grammar:** the mask of a token depends on the one before it. And so do beams: which go on depends on all of them.
 - **No block is released while a step in flight may write to it.** Blocks of a sequence that ends or is aborted are parked until that step
   has been read. The device would keep the order, but a transport that fills a block (`Engine.reserve`) would not.
 - **Preemption waits for the step in flight.** If the pool lacks a block for a decode, that step is read before anything is scheduled:
@@ -34,7 +34,7 @@ from baton.engine.core.drafting import Drafter
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingAllowed, OutOfDeviceMemory, Runner, Tokens
 from baton.engine.core.scheduler import Limits, Scheduler
-from baton.engine.core.sequence import Sequence
+from baton.engine.core.sequence import Sequence, State
 
 UNKNOWN = -1
 
@@ -82,9 +82,9 @@ class LateScheduler(Scheduler):
         super().__init__(pool, limits, block_size, drafter=drafter)
         self.flight: Flight | None = None
 
-    def lacks_blocks(self) -> bool:
-        """Whether the decodes of the next step need more blocks than there are, so that it would preempt."""
-        return sum(seq.decoding and seq.computed == len(seq.blocks) * self.block_size for seq in self.running) > self.pool.available
+    def lacks_blocks(self, more: int = 0) -> bool:
+        """Whether the decodes of the next step need more blocks than there are, so that it would preempt. `more`: for beams."""
+        return sum(seq.decoding and seq.computed == len(seq.blocks) * self.block_size for seq in self.running) + more > self.pool.available
 
     def _guessable(self, chunk: Chunk) -> bool:
         return super()._guessable(chunk) and chunk.seq.tokens[-1] != UNKNOWN
@@ -119,7 +119,7 @@ class OverlapEngine(Engine):
 
     def step(self, now: float = 0.0) -> list[Output]:
         """Submits the next batch, then returns the outputs of the previous one."""
-        outputs = self._land(None) if self.scheduler.lacks_blocks() else []
+        outputs = self._land(None) if self.scheduler.lacks_blocks(self.groups.wanted) else []
         batch = self._schedule(now, outputs)
         if not batch and self.scheduler.flight is not None:
             outputs += self._land(None)
@@ -146,13 +146,13 @@ class OverlapEngine(Engine):
         outputs = []
         for i, (chunk, tokens) in enumerate(zip(landed.batch, result.tokens, strict=True)):
             seq = chunk.seq
-            if seq in landed.gone:
+            if seq in landed.gone or seq.state is State.DONE:  # a beam goes with the one that failed
                 continue
             if i in result.failed:
-                outputs.append(self._fail(seq.id, NonFiniteLogits([seq.id])))
+                outputs += self._fail(NonFiniteLogits([seq.id]))
                 continue
             if i in result.denied:
-                outputs.append(self._fail(seq.id, NothingAllowed([seq.id])))
+                outputs += self._fail(NothingAllowed([seq.id]))
                 continue
             if seq.tokens[-1] == UNKNOWN:
                 seq.tokens.pop()
@@ -163,7 +163,7 @@ class OverlapEngine(Engine):
     def _book(self, chunk: Chunk) -> None:
         seq, samples = chunk.seq, chunk.samples
         seq.computed += chunk.n
-        waits = bool(chunk.drafts) or seq.matcher is not None or self._guesses(seq)
+        waits = bool(chunk.drafts) or seq.matcher is not None or seq.params.beams is not None or self._guesses(seq)
         if samples and not (waits or seq.hold or seq.remaining <= 1 or len(seq.tokens) + 1 >= self.max_len):
             seq.tokens.append(UNKNOWN)
 

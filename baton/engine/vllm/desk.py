@@ -305,6 +305,8 @@ class Desk:
             raise Malformed(f"logprobs_mode: this engine, vLLM, tells {RAW} only")
         if seq.params.prompt_logprobs is not None:
             raise Malformed("prompt_logprobs: this engine, vLLM, cannot tell them here")
+        if seq.params.beams is not None:
+            raise Malformed("beam: the engine vllm does not search with beams here")
         if staged and self._blocks_for(len(seq.tokens)) > self.staged.num_blocks:
             raise TooLong(f"{len(seq.tokens)} tokens; the staging memory holds {self.staged.num_blocks * self._size} (engine.staging_mib)")
         if len(self.waiting) + sum(map(len, self._attached.values())) >= self.bounds.max_queue:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton.engine.core.beams import Beams
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import FIELDS, NUMBERS, Range, SamplingParams
 from baton.engine.core.speculation import UNASKED, Speculation
@@ -46,7 +47,7 @@ def test_the_engine_receives_what_the_router_resolved() -> None:
         "ignore_eos": True, "logprobs_mode": "processed_logprobs", "prompt_logprobs": 3,
         "structured": Grammar("regex", "a+", False),
         "thinking": ThinkingBudget(3, (Marks("<a>", ("<b>", "c"), (1, 2)), Marks("<d>", ("<e>",), (3,))), True),
-        "speculation": Speculation("none", 2, (4, 5)),
+        "speculation": Speculation("none", 2, (4, 5)), "beams": Beams(4, 2, 0.6, "never"),
     }  # fmt: skip
     numbers: dict[str, Any] = {name: other(name) for name in NUMBERS}
     params = SamplingParams(**values, **numbers)
