@@ -58,8 +58,21 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One answer of a beam search."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    score: float
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
-    """The whole answer. `stages_ms`: queue, prefill, transfer, decode add up to the request's time at the router; the rest are parts.
+    """The whole answer; of a beam search, the best, and all of them in `hypotheses`.
+
+    `stages_ms`: queue, prefill, transfer, decode add up to the request's time at the router; the rest are parts.
 
     `resumes`: how many times the stream broke and was resumed. If it did, `stages_ms`, `workers` and `handoff` are those of the router that
     finished it.
@@ -80,6 +93,7 @@ class Result:
     incomplete: bool = False  # the answer ended before the form that was asked for was complete
     prompt_logprobs: tuple[PromptToken, ...] = ()
     relaxed: tuple[str, ...] = ()  # what of that form is not enforced, because it is not strict
+    hypotheses: tuple[Hypothesis, ...] = ()  # the best first
 
 
 class GenerateError(Exception):
@@ -114,6 +128,7 @@ class Assembly:
     thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     prompt: list[PromptToken] = field(default_factory=list)
+    hypotheses: list[Hypothesis] = field(default_factory=list)
     result: Result | None = None
     others: dict[int, "Assembly"] = field(default_factory=dict)  # the choices after the first
 
@@ -147,6 +162,9 @@ class Assembly:
                 for token in response.tokens.tokens:
                     self._note(token)
                 return tokens
+            case "hypothesis":
+                del self.hypotheses[response.hypothesis.index :]  # a search that was begun again tells all its answers
+                self.hypotheses.append(_to_hypothesis(response.hypothesis))
             case "finished":
                 self.held_back = response.finished.text
                 self._note(response.finished)
@@ -183,10 +201,11 @@ class Assembly:
 
     def _finish(self, finished: pb.Finished, resumes: int) -> Result:
         stopped_by = finished.WhichOneof("stopped_by")
+        best = self.hypotheses[0] if self.hypotheses else None
         return Result(
             request_id=finished.request_id,
-            text="".join(self.texts) + finished.text,
-            token_ids=tuple(self.token_ids),
+            text=best.text if best else "".join(self.texts) + finished.text,
+            token_ids=best.token_ids if best else tuple(self.token_ids),
             prompt_logprobs=tuple(self.prompt),
             finish_reason=_FINISH.get(finished.reason, "unknown"),
             stop=getattr(finished, stopped_by) if stopped_by else None,
@@ -195,10 +214,11 @@ class Assembly:
             workers={f.name: getattr(finished.workers, f.name) for f in finished.workers.DESCRIPTOR.fields},
             handoff={f.name: getattr(finished.handoff, f.name) for f in finished.handoff.DESCRIPTOR.fields},
             resumes=resumes,
-            reasoning="".join(self.thoughts),
+            reasoning=best.reasoning if best else "".join(self.thoughts),
             tool_calls=tuple(self.calls),
             incomplete=finished.incomplete,
             relaxed=tuple(self.accepted.relaxed),
+            hypotheses=tuple(self.hypotheses),
         )
 
 
@@ -214,6 +234,10 @@ def _to_token(token: pb.Token) -> Token:
     logprob = token.logprob if token.HasField("logprob") else None
     top = tuple((top.id, top.logprob) for top in token.top)
     return Token(token.index, token.id, token.text, logprob, top, token.guessed, token.rejected)
+
+
+def _to_hypothesis(told: pb.Hypothesis) -> Hypothesis:
+    return Hypothesis(told.text, tuple(told.token_ids), _FINISH.get(told.reason, "unknown"), told.score, told.reasoning)
 
 
 def to_error(error: grpc.RpcError) -> GenerateError:

@@ -124,10 +124,11 @@ class Stream(_Stream):
             self._open_next()
 
     def texts(self) -> Iterator[str]:
-        """The texts of the tokens, and at the end the text that was held back: together they are the answer. Raises GenerateError."""
+        """The texts of the tokens, and at the end the text that was held back: together they are the answer. Of a beam search, the best
+        answer. Raises GenerateError."""
         for token in self:
             yield token.text
-        yield self._assembly.held_back
+        yield self.result.text if self._assembly.hypotheses else self._assembly.held_back
 
     def cancel(self) -> None:
         self._left.set()
@@ -380,13 +381,15 @@ def build_request(
     request_id: str = "",
     cache_salt: str = "",
     priority: int = 0,
+    beam: Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> pb.GenerateRequest:
     """Takes one of `prompt`, `messages` (the fields of ChatMessage: "role", "content", …) and `token_ids`. `sampling` takes the fields of
     baton.v1.SamplingParams, `n`, `best_of`, `parse_special` and `add_special_tokens` of GenerateRequest, and for messages those of Chat,
     such as `tools`. The form of the answer is `structured`, a mapping with the fields of baton.v1.Structured, or one of `json_schema` (an
     object, or its text), `regex` and `choice` (strings). `prediction`: what the answer is expected to be, as text or token ids;
-    `speculation`: the fields of baton.v1.Speculation.
+    `speculation`: the fields of baton.v1.Speculation. `beam`: the fields of baton.v1.Beam, for a beam search. No tokens are streamed then:
+    `Result.hypotheses` has the answers.
 
     Raises TypeError for any other keyword, unless exactly one prompt is given, or if several forms are.
     """
@@ -407,6 +410,8 @@ def build_request(
     request = pb.GenerateRequest(
         model=model, request_id=request_id, cache_salt=cache_salt, priority=priority, sampling=pb.SamplingParams(**given), **how
     )
+    if beam is not None:
+        request.beam.CopyFrom(pb.Beam(**beam))
     if prompt is not None:
         request.text = prompt
     elif messages is not None:

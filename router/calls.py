@@ -9,7 +9,7 @@ from baton.cluster.messages import plain
 from baton.cluster.records import WorkerRecord
 from baton.cluster.rpc import from_status
 from baton.cluster.telemetry import NO_SPAN, Span
-from baton.engine.core.beams import Beams
+from baton.engine.core.beams import Beams, Hypothesis
 from baton.engine.core.sampling import FIELDS
 from baton.engine.core.speculation import UNASKED
 from baton.engine.core.thinking import ThinkingBudget
@@ -116,7 +116,7 @@ def to_events(messages: Sequence[Message | bytes]) -> Iterator[DecodeEvent]:
         yield tuple(tokens)
 
 
-def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> Scores | Adopted | Ended:
+def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> Scores | Hypothesis | Adopted | Ended:
     if isinstance(message, BatonError):
         raise message
     match message.WhichOneof("event"):
@@ -124,6 +124,9 @@ def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> Scores | Adopted 
             return Adopted(Handoff(**plain(message.adopted.handoff)))
         case "prompt_logprobs":
             return Scores(tuple(map(_to_prompt_token, message.prompt_logprobs.tokens)))
+        case "hypothesis":
+            found = message.hypothesis
+            return Hypothesis(tuple(found.token_ids), found.score, found.stopped)
         case "finished":
             finish = _FINISH[message.finished.reason]
             if finish is None:

@@ -26,6 +26,7 @@ from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import WorkerRecord
+from baton.engine.core.beams import Hypothesis
 from baton.engine.core.block_key import extend_keys, root_key
 from router.conduct import Conduct
 from router.life import Life
@@ -108,7 +109,8 @@ class Dispatcher:
             choice = await self._choose_prefill(request, failed)
             if isinstance(choice, Choice):
                 first = await self._prefill(request, choice, failed, lease)
-                yield (first.token,)
+                if request.params.beams is None:  # a search has its own
+                    yield (first.token,)
                 if first.finish:
                     request.finish = first.finish
                     return
@@ -293,13 +295,17 @@ class Dispatcher:
         worker, trace = started.worker, request.trace
         trace.decode_worker = worker.name
         trace.watch.at(worker.name)
-        stride = Stride()
+        stride, found = Stride(), list[Hypothesis]()
         try:
             if started.live is None:
                 await self._turn_to_send(request)
             async with aclosing(given) as events:
                 async for event in events:
+                    if isinstance(event, Hypothesis):
+                        found.append(event)
+                        continue
                     if isinstance(event, Ended):
+                        self._note_found(request, found)
                         self.conduct.decoded(worker)
                         self._note_end(request, event, started.whole_prompt)
                         continue
@@ -365,6 +371,14 @@ class Dispatcher:
         if request.family is None:
             return self._workers.decode(started.worker, request, handle, self._remaining(request), first)
         return opened()
+
+    def _note_found(self, request: Request, found: list[Hypothesis]) -> None:
+        """The answer is told when it is complete: another worker would begin anew, and find the same."""
+        if (request.params.beams is not None) != bool(found):
+            raise BatonError(Reason.INTERNAL, f"the worker ended with {len(found)} hypotheses")
+        request.found = tuple(found)
+        if found:
+            request.trace.note_token()
 
     async def _choose_prefill(self, request: Request, failed: set[Identity]) -> Choice | Bypass:
         def choose() -> Choice | Bypass | NoWorker | Saturated:

@@ -7,6 +7,7 @@ from itertools import islice
 from baton.cluster.errors import invalid
 from baton.cluster.keys import ApiKeys
 from baton.cluster.rpc import Answering, Context, first_of, metadata_of
+from baton.engine.core.beams import Beams
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import FIELDS
 from baton.engine.core.speculation import UNASKED, Speculation
@@ -14,6 +15,7 @@ from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.conversation import MAX_TOOLS, MAX_TOOLS_BYTES, PLAIN, Aside, Call, Setting, Tool, parsed
 from router.events import Accepted, Event, Finished, Piece, Pieces
+from router.found import Found
 from router.request import PromptToken, Scores, Trace
 from router.service import GenerateService
 from router.tools.delta import Arguments, CallBegin, Delta, Reasoning
@@ -41,7 +43,7 @@ class GenerationDoor(generation_pb2_grpc.GenerationServicer):
                 async for event in events:
                     if isinstance(event, Accepted):
                         context.set_trailing_metadata((("x-request-id", event.request_id),))
-                    elif isinstance(event, Pieces | Scores):
+                    elif isinstance(event, Pieces | Scores | Found):
                         await self._budget.spend(event.size)
                     yield to_response(event)
 
@@ -83,6 +85,7 @@ def to_ask(request: pb.GenerateRequest, traceparent: str = "", tenant: str = "",
         cache_salt=request.cache_salt,
         priority=request.priority,
         sampling=_to_sampling(request.sampling),
+        beams=_to_beams(request.beam) if request.HasField("beam") else None,
         tenant=tenant,
         traceparent=traceparent,
         tracestate=tracestate,
@@ -177,6 +180,11 @@ def _to_grammar(given: pb.Structured) -> Grammar:
     return Grammar(given.kind, given.text, given.strict if given.HasField("strict") else True)
 
 
+def _to_beams(given: pb.Beam) -> Beams:
+    penalty = given.length_penalty if given.HasField("length_penalty") else 1.0
+    return Beams(given.width, given.count or 1, penalty, given.early_stopping or "false")  # type: ignore[arg-type]  # it is checked later
+
+
 def _from_sampling(event: Accepted) -> pb.SamplingParams:
     told = {name: getattr(event.params, name) for name in FIELDS}
     told["structured"] = event.params.structured and event.params.structured.told()
@@ -201,6 +209,8 @@ def to_response(event: Event) -> pb.GenerateResponse:
             return pb.GenerateResponse(prompt_logprobs=pb.PromptLogprobs(tokens=map(_to_prompt_token, event.tokens)))
         case Pieces():
             return pb.GenerateResponse(tokens=pb.Tokens(tokens=map(_to_token, event.pieces), choice=event.choice))
+        case Found():
+            return pb.GenerateResponse(hypothesis=_to_hypothesis(event))
         case Finished():
             return pb.GenerateResponse(finished=_to_finished(event))
 
@@ -220,6 +230,17 @@ def _to_token(piece: Piece) -> pb.Token:
         told.reasoning = _thought(piece.deltas)
         told.tool_calls.extend(_calls(piece.deltas))
     return told
+
+
+def _to_hypothesis(event: Found) -> pb.Hypothesis:
+    return pb.Hypothesis(
+        index=event.index,
+        token_ids=event.token_ids,
+        text=event.text,
+        score=event.score,
+        reason=_REASON[event.reason],
+        reasoning=_thought(event.deltas),
+    )
 
 
 def _to_finished(event: Finished) -> pb.Finished:
@@ -249,7 +270,7 @@ def _to_finished(event: Finished) -> pb.Finished:
     )
     if event.stop is not None:
         message.stop = event.stop
-    elif event.reason == "stop" and request.tokens[-1] in request.params.stop_token_ids:
+    elif event.reason == "stop" and not request.found and request.tokens[-1] in request.params.stop_token_ids:
         message.stop_token_id = request.tokens[-1]
     return message
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from baton.engine.core.sampling import SamplingParams
 from router.choices import seeded
+from router.found import Found
 from router.request import FinishReason, Request, Scores, Token
 from router.tools.delta import Delta
 
@@ -67,8 +68,8 @@ class Finished:
     discarded_tokens: int = 0  # of choices that were computed and are not part of the answer; told with its last choice
 
 
-Event = Accepted | Scores | Pieces | Finished
-Part = Accepted | Scores | Piece | Finished
+Event = Accepted | Scores | Pieces | Found | Finished
+Part = Accepted | Scores | Piece | Found | Finished
 
 
 def parts(event: Event) -> tuple[Part, ...]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.telemetry import NO_SPAN, Span
+from baton.engine.core.beams import Hypothesis
 from baton.engine.core.sampling import SamplingParams
 from baton.stages import STAGES, Stage, itl
 from router.backlog import ENTRY_BYTES, TOP_BYTES, Backlog
@@ -250,6 +251,7 @@ class Request:
     resumed: int = 0  # output tokens that it arrived with: an earlier call has streamed them
     family: "Family[Request, Any] | None" = None  # the answers to the same prompt
     choice: int = 0  # its place there
+    found: tuple[Hypothesis, ...] = ()  # the answer of a beam search: `tokens` stays the prompt
 
     @property
     def tie(self) -> int:
@@ -262,7 +264,7 @@ class Request:
 
     @property
     def output_len(self) -> int:
-        return len(self.tokens) - self.prompt_len
+        return len(self.tokens) - self.prompt_len + sum(len(one.tokens) for one in self.found)
 
     @property
     def made(self) -> int:
@@ -294,8 +296,9 @@ class Request:
 
     @property
     def longest(self) -> int:
-        """The most tokens that it may reach, prompt included."""
-        return self.prompt_len + self.params.max_tokens
+        """The most tokens that it may reach, prompt included, and all beams."""
+        beams = self.params.beams
+        return self.prompt_len + self.params.max_tokens * (1 if beams is None else beams.width)
 
     @property
     def longest_together(self) -> int:

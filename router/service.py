@@ -29,11 +29,13 @@ from baton.engine.core.thinking import ThinkingBudget
 from baton.engine.facts.model_facts import Recommended
 from baton.engine.grammars.store import GrammarStore
 from router.admission import Admission
+from router.beams import check_fit, refusals
 from router.best import Best
 from router.choices import siblings
 from router.conversation import PLAIN, Setting, with_effort
 from router.dispatch import Dispatcher
 from router.events import Accepted, Event, Finished, Piece, Pieces
+from router.found import Found, found
 from router.gate import Gate
 from router.journal import REFUSALS, Entry, Journal
 from router.kept import Kept
@@ -96,13 +98,15 @@ class _Plan:
     id: str
     request: Request  # the first choice
     text: Transcript
-    others: tuple[tuple[Request, Transcript], ...]  # the other ones
+    blank: Callable[[], Transcript]  # another one
+    others: tuple[tuple[Request, Transcript], ...]  # the other choices
     stops: tuple[str, ...]
     receipt: bytes
     paid: bool  # an earlier call was charged for the prompt and the output so far
     relaxed: tuple[str, ...]
 
 
+LONG_ANSWER = 512  # tokens of one answer of a search, whose text is made at once
 LONG_PROMPT = 4096  # tokens; what is computed from every token of a longer prompt is computed off the event loop
 CLOCKS_DIFFER_S = 60.0  # a receipt lives longer than any request, by this
 SCORES_AT_ONCE = 64  # tokens of the prompt in one event
@@ -160,14 +164,14 @@ class GenerateService:
             self._grammars.close()
 
     async def generate(self, ask: Ask, timeout_s: float | None) -> AsyncGenerator[Event, None]:
-        """Yields Accepted, Scores if the prompt's are asked for, Pieces, and then Finished. Raises BatonError. Closing the generator ends
-        the request everywhere."""
+        """Yields Accepted, Scores if the prompt's are asked for, Pieces, or Found for each answer of a beam search, and then Finished.
+        Raises BatonError. Closing the generator ends the request everywhere."""
         operation = semconv.TEXT_COMPLETION if ask.messages is None else semconv.CHAT
         with self._journal.open(operation, ask.request_id, ask.traceparent, ask.tenant, tracestate=ask.tracestate) as entry:
             if self.draining:
                 raise BatonError(Reason.DRAINING, "this router is draining")
             if self._recommended != NOTHING:
-                ask = replace(ask, sampling=recommend(ask.sampling, self._recommended))
+                ask = self._with_defaults(ask)
             self._check(ask)
             entry.deadline = deadline = loop_time() + self._clamp(timeout_s)
             if deadline <= loop_time():
@@ -186,10 +190,15 @@ class GenerateService:
 
     async def render(self, ask: Ask) -> Rendered:
         """What `generate` would compute of `ask`. Nothing is computed, and nothing is charged. Raises BatonError."""
-        ask = replace(ask, sampling=recommend(ask.sampling, self._recommended))
+        ask = self._with_defaults(ask)
         self._check(ask)
         plan = await self._make_plan(ask, None, loop_time() + self._config.default_timeout_s, Trace(Stopwatch(loop_time)))
         return Rendered(plan.request.tokens, plan.request.params, plan.stops)
+
+    def _with_defaults(self, ask: Ask) -> Ask:
+        """A search draws nothing: how to draw is recommended to others."""
+        recommended = self._recommended if ask.beams is None else replace(self._recommended, numbers={})
+        return replace(ask, sampling=recommend(ask.sampling, recommended))
 
     async def detokenize(self, ask: Ask) -> str:
         """Returns the text of the token ids of `ask`. Raises BatonError as `tokenize` does."""
@@ -200,7 +209,8 @@ class GenerateService:
         longest = self._tokenizer.longest_spelling if spelled else self._tokenizer.longest_token
         context = None if most is None else Context(most, longest)
         offer = None if self._model.served is None else self._model.served.offer
-        check(ask, self._limits, (self.model_name,), self._tokenizer.vocab_size, context, offer)
+        more = () if ask.beams is None else refusals(ask, ask.beams)
+        check(ask, self._limits, (self.model_name,), self._tokenizer.vocab_size, context, offer, more)
         if ask.sampling.stop:
             self._tokenizer.stop_tokens(ask.sampling.stop)
         if ask.setting is not PLAIN:
@@ -229,7 +239,7 @@ class GenerateService:
             request, text = plan.request, plan.text
             entry.request, entry.trace.step = request, ""
             with self._journal.shared(entry, ask.traceparent, ask.tracestate, [other for other, _ in plan.others]) as entries:
-                async with self._charged(ask.tenant, plan), aclosing(self._answers(plan, ask, entries)) as events:
+                async with self._charged(ask.tenant, plan), aclosing(self._answers(plan, ask, entries, deadline)) as events:
                     # What the client sends back to go on: its own form, not the one that follows from tools and thinking.
                     told = replace(request.params, structured=ask.sampling.structured, logprobs=ask.sampling.logprobs)
                     facts = (plan.id, self.model_name, request.prompt_len, told)
@@ -237,9 +247,12 @@ class GenerateService:
                     async for event in events:
                         yield event
 
-    async def _answers(self, plan: _Plan, ask: Ask, entries: Sequence[Entry]) -> AsyncGenerator[Scores | Pieces | Finished, None]:
+    async def _answers(
+        self, plan: _Plan, ask: Ask, entries: Sequence[Entry], deadline: float
+    ) -> AsyncGenerator[Scores | Pieces | Found | Finished, None]:
         if not plan.others:
-            async with aclosing(self._run(plan.request, plan.text, entries[0])) as events:
+            run = self._run(plan.request, plan.text, entries[0]) if ask.beams is None else self._search(plan, entries[0], deadline)
+            async with aclosing(run) as events:
                 async for event in events:
                     yield event
             return
@@ -274,8 +287,10 @@ class GenerateService:
         id_ = ask.request_id or (receipt.request_id if receipt else self._draws.request_id())
         output = list(ask.output_so_far)
         digest = await self._off_loop(len(prompt) > LONG_PROMPT, deadline, prompt_digest, prompt)
+        check_fit(params, len(prompt), self._model.decode_workers())
         name = f"{id_}-0" if ask.computed > 1 else id_
-        text = self._transcript(ask, prompt, params, stops, self._forms.call_id(name, digest))
+        blank = partial(self._transcript, ask, prompt, params, stops, self._forms.call_id(name, digest))
+        text = blank()
         tokens = [*prompt, *output] if output else prompt
         request = Request(name, tokens, len(prompt), params, self._salt(ask), deadline, trace, resumed=len(output), priority=ask.priority)
         request.backlog = ask.backlog
@@ -297,7 +312,7 @@ class GenerateService:
             for other in siblings(request, id_, ask.computed)
         )
         sealed = b"" if others else ask.resume or new.sealed(self._receipt_key)
-        return _Plan(id_, request, text, others, stops, sealed, receipt is not None, relaxed)
+        return _Plan(id_, request, text, blank, others, stops, sealed, receipt is not None, relaxed)
 
     async def _check_form(self, ask: Ask, served: Served, deadline: float) -> tuple[str, ...]:
         """Compiles the grammar as a worker will, in a thread. Returns what of it is not enforced. Raises INVALID_FIELD with its path in the
@@ -375,6 +390,18 @@ class GenerateService:
             raise BatonError(Reason.INTERNAL, "the request ended without a reason")
         entry.finish = reason
         yield self._finished(request, reason, text, rest)
+
+    async def _search(self, plan: _Plan, entry: Entry, deadline: float) -> AsyncGenerator[Found | Finished, None]:
+        request = plan.request
+        async with aclosing(self._dispatcher.generate(request)) as batches:
+            async for _ in batches:
+                raise BatonError(Reason.INTERNAL, "a beam search streamed tokens")
+        request.trace.watch.stop()
+        assert request.finish is not None
+        for index, one in enumerate(request.found):
+            yield await self._off_loop(len(one.tokens) > LONG_ANSWER, deadline, found, index, one, plan.blank())
+        entry.finish = request.finish
+        yield Finished(request, request.finish, "", None)
 
     async def _tokenize(self, ask: Ask, deadline: float) -> list[int]:
         if ask.token_ids is not None:

@@ -3,12 +3,13 @@
 Input and output are plain data, so every door (gRPC, HTTP) asks in the same way. Field names are those of the proto.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from baton.cluster.errors import BatonError, Reason, Violation, invalid
+from baton.engine.core.beams import Beams
 from baton.engine.core.grammar import KINDS, Grammar
 from baton.engine.core.sampling import GREEDY_BELOW, LEAST_TOP_P, LOGPROBS_MODES, NUMBERS, RAW, Range, SamplingParams
 from baton.engine.core.speculation import UNASKED, Offer, Speculation
@@ -97,6 +98,7 @@ class Ask:
     add_special_tokens: bool | None = None  # put around `text` what the model expects there; None: yes
     cache_salt: str = ""
     sampling: AskSampling = AskSampling()
+    beams: Beams | None = None  # a search instead of sampling (`router.beams`)
     priority: int = 0  # among requests that wait for admission: the lowest goes first
     tenant: str = ""  # the owner of the API key that it came with
     traceparent: str = ""  # the caller's W3C Trace Context as it arrived; ignored if invalid
@@ -135,11 +137,13 @@ def check(
     vocab_size: int,
     context: Context | None = None,
     offer: Offer | None = None,
+    others: Iterable[Violation] = (),
 ) -> None:
     """Raises MODEL_NOT_FOUND, CONTEXT_LENGTH for a prompt whose size alone shows that it cannot fit, or INVALID_FIELD with every field that
     is wrong (of a list of ids, only the first wrong one).
 
-    The limits bound the work: the items of a list that is too long are not checked. An empty `ask.model` means the served model.
+    `others`: what else is wrong. The limits bound the work: the items of a list that is too long are not checked. An empty `ask.model`
+    means the served model.
     """
     if ask.model and ask.model not in served_names:
         raise BatonError(Reason.MODEL_NOT_FOUND, f"model {ask.model[:80]!r} is not served here")
@@ -152,6 +156,7 @@ def check(
         *_continuation(ask, limits, vocab_size, context),
         *_speculation(ask, limits, vocab_size, context, offer),
         *_choices(ask, limits),
+        *others,
     ]
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -210,6 +215,7 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int, limits: 
         stop_token_ids=frozenset(asked.stop_token_ids),
         ignore_eos=bool(asked.ignore_eos),
         structured=asked.structured,
+        beams=ask.beams,
     )
     return params, asked.stop
 

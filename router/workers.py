@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import Load, RoleName, WorkerRecord, WorkerState
+from baton.engine.core.beams import Hypothesis
 from baton.engine.core.block_key import DEVICE
 from router.request import FinishReason, Request, Scores, Token, Tokens
 
@@ -53,7 +54,7 @@ class Ended:
     cached_tokens: int
 
 
-DecodeEvent = Tokens | Scores | Adopted | Ended
+DecodeEvent = Tokens | Scores | Hypothesis | Adopted | Ended  # hypotheses, the best first, instead of tokens if the request has beams
 
 
 class Died(BatonError):

@@ -30,6 +30,7 @@ from baton.cli.admin import read_status
 from baton.cli.interrupt import interruptible
 from baton.cli.options import (
     Answering,
+    Beaming,
     ConfigFiles,
     Fetching,
     Json,
@@ -168,30 +169,33 @@ def scale(sizes: Sizes, place: Place, identity: Identity) -> None:
 
 
 @app.command()
-@takes(OnePrompt, Answering, numbers(), Place, Identity)
-def generate(one: OnePrompt, answering: Answering, sampling: object, place: Place, identity: Identity) -> None:
+@takes(OnePrompt, Answering, Beaming, numbers(), Place, Identity)
+def generate(one: OnePrompt, answering: Answering, beaming: Beaming, sampling: object, place: Place, identity: Identity) -> None:
     """Stream the answer to one prompt."""
     with _failing():
         asked = _options(answering, sampling) | {
             "min_tokens": one.min_tokens, "stop": one.stop or None, "ignore_eos": one.ignore_eos or None,
-            "parse_special": False if one.plain else None, "n": one.n, "best_of": one.best_of, **_form(one), **_guesses(one),
+            "parse_special": False if one.plain else None, "n": one.n, "best_of": one.best_of, "beam": _beam(beaming),
+            **_form(one), **_guesses(one),
         }  # fmt: skip
         with (
             find("grpc", place, identity).client() as client,
             _ask(client, one.prompt, one.chat, **asked) as stream,
             interruptible(stream),
         ):
-            shown = 0
+            shown, several = 0, one.n is not None or beaming.answers is not None
             for token in stream:
                 shown += len(token.text)
-                if not one.as_json and not one.n:
+                if not (one.as_json or several):
                     _write(token.text, view.guessed(token) if one.show_draft else "")
             results = stream.results
-            if not one.as_json and not one.n:
+            if not (one.as_json or several):
                 _write(results[0].text[shown:])
         if one.as_json:
             told = [asdict(result) for result in results]
             print(json.dumps({"choices": told} if one.n else told[0], ensure_ascii=False))
+        elif beaming.answers is not None:
+            print("\n\n".join(f"{answer.score:.4f}  {answer.text}" for answer in results[0].hypotheses))
         else:
             print("\n\n".join(f"[{i}] {result.text}" for i, result in enumerate(results)) if one.n else "")
         if one.show_draft:
@@ -357,6 +361,17 @@ def _version(asked: bool) -> None:
 def _options(answering: Answering, sampling: object) -> dict[str, Any]:
     """Keywords of `Client.generate`; `sampling` is an object of a class that `numbers` made."""
     return {**vars(sampling), "max_tokens": answering.max_tokens, "seed": answering.seed, "timeout_s": answering.timeout}
+
+
+def _beam(given: Beaming) -> dict[str, Any] | None:
+    """The keyword `beam` of `Client.generate`. Raises ConfigError."""
+    told = {"count": given.answers, "length_penalty": given.length_penalty, "early_stopping": given.early_stopping}
+    told = {name: value for name, value in told.items() if value is not None}
+    if given.beams is None:
+        if told:
+            raise ConfigError("--answers, --length-penalty and --early-stopping need --beams")
+        return None
+    return told | {"width": given.beams}
 
 
 def _form(one: OnePrompt) -> dict[str, Any]:

@@ -55,6 +55,18 @@ class Answering:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Beaming:
+    """Options of `generate` for a beam search."""
+
+    beams: Annotated[int | None, typer.Option(min=2, help="Search with so many beams instead of sampling.")] = None
+    answers: Annotated[int | None, typer.Option(min=1, help="Print so many answers of the search, with their scores.")] = None
+    length_penalty: Annotated[float | None, typer.Option(help="Scores are divided by the length to this power; 1 by default.")] = None
+    early_stopping: Annotated[
+        str | None, typer.Option(help="When the search ends: true, false (the default) or never, as in transformers.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OnePrompt:
     """Options of `generate` only."""
 

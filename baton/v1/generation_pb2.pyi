@@ -290,18 +290,20 @@ class PromptToken(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[int] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
 
 class Hypothesis(_message.Message):
-    __slots__ = ("index", "token_ids", "text", "score", "reason")
+    __slots__ = ("index", "token_ids", "text", "score", "reason", "reasoning")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     score: float
     reason: FinishReason
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., score: _Optional[float] = ..., reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
+    reasoning: str
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., score: _Optional[float] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., reasoning: _Optional[str] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("request_id", "model", "prompt_tokens", "sampling", "resume", "relaxed", "choices")

@@ -32,6 +32,7 @@ from baton.cluster.keys import ApiKeys
 from baton.cluster.page_server import Headers as RawHeaders
 from baton.cluster.page_server import Page
 from router.events import Accepted, Event, Pieces, parts
+from router.found import Found
 from router.http import messages_in, messages_out, openai_in, openai_out, tokens_in, unserved
 from router.http.api import Api, Writer
 from router.http.body import UNSUPPORTED
@@ -168,6 +169,8 @@ class HttpDoor:
     async def _render(self, request: Request) -> Response:
         caller = self._caller(request)
         asked = await self._read(request, lambda body: openai_in.chat(body, caller))
+        if asked.beams:
+            raise bad_value("use_beam_search", "is not supported here: what is rendered cannot ask for it", UNSUPPORTED)
         try:
             made = await self._service.render(asked.asks[0])
         except BatonError as error:
@@ -226,7 +229,7 @@ class HttpDoor:
                     for choice in range(asked.n):
                         yield number * asked.n + choice, event.of(choice)
                     continue
-                if isinstance(event, Pieces | Scores):
+                if isinstance(event, Pieces | Scores | Found):
                     await self._budget.spend(event.size)
                 yield number * asked.n + event.choice, event
 

@@ -21,6 +21,7 @@ from pydantic import (
     create_model,
 )
 
+from baton.engine.core.beams import Beams
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import NUMBERS
 from baton.engine.core.speculation import UNASKED, Speculation
@@ -63,6 +64,7 @@ class Caller:
 class Asked:
     asks: tuple[Ask, ...]  # one for each prompt, with n choices
     n: int = 1
+    beams: bool = False  # an ask has n answers
     chat: bool = False
     stream: bool = False
     include_usage: bool = False
@@ -176,8 +178,9 @@ class Generation(Numbers):  # type: ignore[misc]
     skip_special_tokens: Annotated[Any, neutral(True)] = None
     include_stop_str_in_output: Annotated[Any, neutral(False)] = None
     prompt_logprobs: Integer = None
-    use_beam_search: Annotated[Any, neutral(False)] = None
-    length_penalty: Annotated[Any, neutral(1.0, 1)] = None
+    use_beam_search: Boolean = None
+    length_penalty: Number = None
+    early_stopping: Annotated[bool | Literal["never"] | None, Rule('must be true, false or "never"')] = None
     spaces_between_special_tokens: Annotated[Any, neutral(True)] = None
     bad_words: Annotated[Any, neutral([])] = None
     return_tokens_as_token_ids: Annotated[Any, neutral(False)] = None
@@ -280,7 +283,7 @@ def chat(body: bytes, caller: Caller) -> Asked:
 def completion(body: bytes, caller: Caller) -> Asked:
     """Reads the body of POST /v1/completions. Raises HttpError."""
     given = read(body, Completion)
-    if given.stream and given.best_of is not None and given.best_of > (given.n or 1):
+    if given.stream and given.best_of is not None and given.best_of > (given.n or 1) and not given.use_beam_search:
         raise bad_value("best_of", "must not be more than n in a stream: the best choices are known when all have ended")
     said = sampling_of(given, forms.read(given), default_max_tokens=COMPLETION_MAX_TOKENS, logprobs=given.logprobs)
     echoed = given.logprobs if given.echo else None
@@ -359,13 +362,32 @@ def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool,
     n = given.n or 1
     if given.prompt_logprobs is not None and given.stream:
         raise bad_value("prompt_logprobs", WHOLE)
+    if (beams := _beams(given, n)) is not None:
+        prompts = [replace(prompt, beams=beams) for prompt in prompts]
+        names = names | {f"beam.{name}": name for name in ("length_penalty", "early_stopping")}
+        names |= {"beam.width": "n" if beams.width == n else "best_of", "beam.count": "n"}
     if given.output_so_far:
         if not given.stream or n * len(prompts) > 1:  # a stream has no more choices than it shows
             raise bad_value("output_so_far", ONE_CHOICE)
         prompts = [replace(prompts[0], output_so_far=tuple(given.output_so_far))]
     asked = asked_of(given, prompts, caller, n=n, names=names | forms.called(given) | {"output_so_far.ids": "output_so_far"})
     asked = replace(asked, chat=chat, token_ids=bool(given.return_token_ids), sampling=bool(given.return_sampling))
-    return replace(asked, prompt_logprobs=given.prompt_logprobs)
+    return replace(asked, beams=beams is not None, prompt_logprobs=given.prompt_logprobs)
+
+
+def _beams(given: Generation, n: int) -> Beams | None:
+    """vLLM's names: `best_of`, or else `n`, is the width. Raises HttpError."""
+    early = given.early_stopping or False
+    if not given.use_beam_search:
+        for name, asks in (("length_penalty", given.length_penalty not in (None, 1)), ("early_stopping", early)):
+            if asks:
+                raise bad_value(name, "needs use_beam_search to be true")
+        return None
+    if given.stream:
+        raise bad_value("stream", "must not be true with use_beam_search: nothing is known of the answer before the search is done")
+    penalty = 1.0 if given.length_penalty is None else given.length_penalty
+    width = getattr(given, "best_of", None) or n
+    return Beams(width, n, penalty, early if early == "never" else "true" if early else "false")
 
 
 def asked_of(given: Any, prompts: list[Ask], caller: Caller, *, n: int, names: Mapping[str, str]) -> Asked:

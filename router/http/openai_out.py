@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from baton.engine.core.sampling import FIELDS
 from router.events import Accepted, Finished, Part, Piece
+from router.found import Found
 from router.http import api as api_
 from router.http.errors import bad_value, to_json
 from router.http.forms import written
@@ -49,6 +50,7 @@ class Choice:
     calls: list[tuple[str, str, list[str]]] = field(default_factory=list)  # id, name, pieces of the arguments; likewise
     reasoning_tokens: int = 0
     predicted: tuple[int, int] = (0, 0)  # tokens of the prediction that it has, and that it does not have
+    score: _Json = field(default_factory=dict)  # of an answer of a beam search
 
     def keep(self, deltas: Sequence[Delta]) -> int:
         """Returns the characters kept."""
@@ -218,6 +220,10 @@ class Writer:
         choice = self._choices[index]
         if isinstance(event, Scores):
             self._size += self._prompts[index // self._asked.n].take(event, self._asked, self._tokenizer)
+        elif isinstance(event, Found):
+            choice.texts.append(event.text)
+            choice.ids += event.token_ids
+            self._size += len(event.text) + ID_BYTES * len(event.token_ids) + choice.keep(event.deltas)
         elif isinstance(event, Piece):
             choice.texts.append(event.text)
             choice.ids.append(event.token.id)
@@ -228,6 +234,9 @@ class Writer:
             choice.texts.append(event.text)
             choice.keep(event.deltas)
         self._note(index, event)
+        if self._asked.beams and isinstance(event, Finished):  # told once for all answers of a prompt
+            for other in self._choices[index : index + self._asked.n]:
+                other.cached_tokens = event.request.trace.cached_tokens
         check_size(self._size)
 
     def _write_logprobs(self, choice: Choice, token: Token) -> None:
@@ -246,14 +255,14 @@ class Writer:
     def _whole_choices(self) -> Iterator[bytes]:
         yield b"["
         for i, choice in enumerate(self._choices):
-            lists = {"logprobs": self._whole_logprobs(choice) if self._logprobs else [b"null"]}
+            lists = {"logprobs": self._whole_logprobs(i) if self._logprobs else [b"null"]}
             if self._asked.token_ids:
                 lists["token_ids"] = list_of_ids(choice.ids)
             if not self._asked.chat and self._asked.prompt_logprobs is not None:
                 lists["prompt_logprobs"] = list_of(self._scored(i).entries)
             if i:
                 yield b","
-            head = self._shape.whole(choice) | {"index": i, "finish_reason": choice.finish} | choice.sampling | self._told(i)
+            head = self._shape.whole(choice) | {"index": i, "finish_reason": choice.finish} | choice.score | choice.sampling | self._told(i)
             yield from members(head, **lists)
         yield b"]"
 
@@ -261,9 +270,9 @@ class Writer:
         """What else is told of a whole choice."""
         return {}
 
-    def _whole_logprobs(self, choice: Choice) -> Iterator[bytes]:
-        empty = self._shape.logprobs([])
-        prompt = self._scored(self._choices.index(choice)).columns
+    def _whole_logprobs(self, index: int) -> Iterator[bytes]:
+        empty, choice = self._shape.logprobs([]), self._choices[index]
+        prompt = self._scored(index).columns
         lists = {
             name: list_of(prompt.get(name, []) + choice.columns.get(name, [])) for name, value in empty.items() if isinstance(value, list)
         }
@@ -340,7 +349,10 @@ class Writer:
             case Piece():
                 choice.completion_tokens += 1
                 choice.length += len(event.text)
-            case Finished():
+            case Found():
+                choice.completion_tokens = len(event.token_ids)
+                choice.finish, choice.score, choice.reasoning_tokens = event.reason, {"score": event.score}, event.reasoning_tokens
+            case Finished() if not self._asked.beams:
                 called = event.calls and event.reason == "stop"
                 # Clients read "stop" as a complete document.
                 choice.finish = "tool_calls" if called else "length" if event.incomplete else event.reason

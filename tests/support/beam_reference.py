@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.core.beams import Beams, Hypothesis
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.toy import sample
 
 Row = npt.NDArray[np.float32]  # a log-probability for each token
 NEVER = np.float32(-1e9)
@@ -50,3 +52,19 @@ def search(
         if hits.all() or not improves or not open_:
             break
     return [Hypothesis(tokens, float(score), tokens[-1] in stops) for tokens, score, _ in kept[: beams.count]]
+
+
+def toy_search(prompt: list[int], params: SamplingParams, width: int = 8, vocab: int = 257) -> list[Hypothesis]:
+    """What the toy's beams must find. `width`: of its KV."""
+
+    def row(tokens: tuple[int, ...]) -> Row:
+        known = [*prompt, *tokens]
+        total = 2 * width * sum((token + 1) * (position + 1) for position, token in enumerate(known))
+        made: Row = np.zeros(vocab, np.float32)
+        for token, logprob in sample(total, SamplingParams(1, temperature=0.0, logprobs=vocab), len(known), vocab).top:
+            made[token] = logprob
+        return made
+
+    assert params.beams is not None
+    stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | {vocab - 1}
+    return search(row, params.beams, frozenset(stops), params.max_tokens, params.min_tokens)

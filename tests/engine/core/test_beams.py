@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from beam_reference import Row, search
+from beam_reference import Row, search, toy_search
 from late_toy import LateEngine, LateToy
 
 from baton.engine.core.beams import Beams, EarlyStopping, Hypothesis, Search
@@ -17,7 +17,7 @@ from baton.engine.core.protocol import NonFiniteLogits
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Finish, Sequence, State
-from baton.engine.core.toy import ToyRunner, sample
+from baton.engine.core.toy import ToyRunner
 
 BLOCK = 4
 CONFIG = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}
@@ -109,17 +109,7 @@ def asking(name: str, prompt: list[int], hold: bool = False, width: int = 4, **p
 
 
 def expected(prompt: list[int], params: SamplingParams) -> list[Hypothesis]:
-    def row(tokens: tuple[int, ...]) -> Row:
-        known = [*prompt, *tokens]
-        total = 2 * CONFIG["kv_width"] * sum((token + 1) * (position + 1) for position, token in enumerate(known))
-        made = np.zeros(257, np.float32)
-        for token, logprob in sample(total, SamplingParams(1, temperature=0.0, logprobs=257), len(known), 257).top:
-            made[token] = logprob
-        return made
-
-    assert params.beams is not None
-    stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | {CONFIG["eos_token_id"]}
-    return search(row, params.beams, frozenset(stops), params.max_tokens, params.min_tokens)
+    return toy_search(prompt, params, width=CONFIG["kv_width"])
 
 
 def drain(engine: Engine) -> list[Output]:
