@@ -43,8 +43,10 @@ def found(result: Result) -> list[Hypothesis]:
 
 async def test_beams_are_handed_over_and_end_without_trace(four: Cluster) -> None:
     async with four.client() as client:
-        for prompt in (PROMPT, PROMPT, [7], PROMPT[:40]):  # one that is cached, and ones without a handoff
+        # Long enough to be read while it is computed, cached somewhere, short enough for one chunk, and without a handoff.
+        for prompt, blocks in ((PROMPT, {10}), (PROMPT, {0, 10}), (PROMPT[50:98], {3}), ([7], {0})):
             result = await ask(client, prompt)
+            assert result.handoff["blocks"] in blocks
             assert found(result) == expected(prompt)
             assert (result.token_ids, result.finish_reason) == (result.hypotheses[0].token_ids, result.hypotheses[0].finish_reason)
             assert result.usage.completion_tokens == sum(len(one.token_ids) for one in result.hypotheses)
@@ -62,6 +64,26 @@ async def test_a_death_begins_the_search_anew_elsewhere_and_it_finds_the_same(fo
         assert found(result) == expected(prompt)
         assert result.workers["retries"] == retries
         await four.quiet()
+
+
+async def test_kv_that_is_wrong_is_computed_again_and_the_search_finds_the_same(four: Cluster) -> None:
+    with disturbed(four, "kv.copied=flip") as prompt:
+        async with four.client() as client:
+            result = await ask(client, prompt)
+        assert found(result) == expected(prompt)
+        assert result.handoff["failure"] == "DIGEST_MISMATCH" and result.handoff["recomputed_tokens"] == len(PROMPT) - 1
+        await four.quiet()
+
+
+def test_the_command_prints_the_answers_with_their_scores(four: Cluster) -> None:
+    asked = ("generate", "abc", "--beams", "4", "--max-tokens", "8", "--name", four.name)
+    [best, second] = json.loads(four.baton(*asked, "--answers", "2", "--json").stdout)["hypotheses"]
+    assert best["score"] >= second["score"]
+    printed = four.baton(*asked, "--answers", "2").stdout
+    assert printed.startswith(f"{best['score']:.4f}  ") and f"\n\n{second['score']:.4f}  " in printed
+    assert four.baton(*asked).stdout.strip() == best["text"].strip()
+    told = four.baton("generate", "abc", "--answers", "2", "--name", four.name)
+    assert told.returncode and "need --beams" in told.stderr
 
 
 async def test_a_client_that_leaves_leaves_nothing(four: Cluster) -> None:

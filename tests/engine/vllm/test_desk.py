@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.engine.core.beams import Beams
 from baton.engine.core.engine import Malformed, QueueFull, Refused, TooLong
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import Sampled, SamplingParams
@@ -522,12 +523,13 @@ def test_held_sequences_take_no_place_of_those_that_run() -> None:
         (Sequence("x", [], 0, SamplingParams(1), b""), Malformed),
         (Sequence("x", [1], 0, SamplingParams(1), b""), Malformed),
         (Sequence("x", [1], 2, SamplingParams(1), b""), Malformed),
+        (make_seq("x", beams=Beams(2)), Malformed),
         (Sequence("x", [1, 10], 2, SamplingParams(1), b""), Malformed),
         (Sequence("x", [1, -1], 2, SamplingParams(1), b""), Malformed),
         (make_seq("x", 29, max_tokens=4), TooLong),
         (Sequence("x", [1] * 32, 31, SamplingParams(1), b""), TooLong),
     ],
-    ids=["empty", "no-prompt", "long-prompt", "unknown-token", "negative-token", "too-long", "no-room-for-one-token"],
+    ids=["empty", "no-prompt", "long-prompt", "beams", "unknown-token", "negative-token", "too-long", "no-room-for-one-token"],
 )
 def test_what_cannot_run_is_refused_and_not_kept(seq: Sequence, kind: type[Refused]) -> None:
     desk = make_desk()
