@@ -9,6 +9,7 @@
     python benchmarks/nemesis.py --speculation prompt_lookup --predicted 0.5    guesses, also by half of the clients
     python benchmarks/nemesis.py --structured 0.5                  half of the requests ask for a JSON document of a schema
     python benchmarks/nemesis.py --several 0.5 --target decode     half of the requests ask for four choices (no router continues these)
+    python benchmarks/nemesis.py --beams 0.5                       half of the requests are beam searches, which are not cancelled
 
 Three routers, two prefill and three decode workers and a Redis on this host; with --hosts, on three network namespaces (root, iproute2):
 Redis and the routers on the first, a prefill and a decode worker on each. It is known which tokens each request must get: the toy's can be
@@ -40,7 +41,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -56,6 +57,7 @@ from machine import describe
 from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from beam_reference import toy_search
 from hosts import Host
 from joined_hosts import joined
 from live_cluster import Cluster, cluster, toy
@@ -63,6 +65,7 @@ from live_cluster import Cluster, cluster, toy
 from baton.cli.up import SHIPPED
 from baton.client import AsyncClient, GenerateError
 from baton.engine.build import build
+from baton.engine.core.beams import EARLY_STOPPING, Beams
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
@@ -76,6 +79,7 @@ KV_MIB = 1024  # of a model; the toy is content with less
 TARGETS = ("router", "prefill", "decode", "redis")
 DONE = {"kill": "killed", "stop": "stopped", "restart": "restarted", "cut": "cut off"}
 CHOICES = 4  # of a request that asks for several
+END_OF_ANSWER = -1
 KNOWN = 48  # requests of which a model's outputs are computed before
 
 
@@ -98,6 +102,7 @@ class Plan:
     quiet_s: float  # between two faults
     speculation: str = ""  # engine.speculation, if it is not to be the default
     predicted: float = 0.0  # share of the requests that bring a prediction
+    beams: float = 0.0  # share of the requests
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ class Work:
     def choice(self, number: int) -> SamplingParams:
         """What an answer is sampled with."""
         seed = {"seed": self.params["seed"] + number} if "seed" in self.params else {}
-        return SamplingParams(**(self.params | seed))
+        return sampling_of(replace(self, params=self.params | seed))
 
 
 class ToyOracle:
@@ -174,10 +179,14 @@ class ToyOracle:
 
     def draw(self, rng: random.Random) -> Work:
         prompt = rng.choice(self._shared)[: rng.choice((0, 64, 160))] + [rng.randrange(256) for _ in range(rng.randrange(1, 200))]
+        if rng.random() < self._plan.beams:
+            return Work(prompt, searching(rng, self._tokens))
         params = drawn(rng, self._tokens, self.documents if rng.random() < self._plan.structured else None)
         return Work(prompt, params, several(rng, self._plan))
 
     def expected(self, work: Work, choice: int = 0) -> list[int]:
+        if "beam" in work.params:
+            return joined_up(one.tokens for one in toy_search(work.prompt, sampling_of(work)))
         return naive(work.prompt, work.choice(choice), matcher=self.documents.matcher(work.params.get("structured")))
 
 
@@ -195,15 +204,18 @@ class ModelOracle:
         for _ in range(KNOWN):
             told = " ".join(story(rng, 4).sentences)
             documents = self.documents if rng.random() < plan.structured else None
-            prompt = tokenizer.encode(told).ids[: rng.randrange(20, 200)]
-            work, outputs = Work(prompt, drawn(rng, plan.tokens or 200, documents), several(rng, plan)), list[list[int]]()
+            prompt, longest = tokenizer.encode(told).ids[: rng.randrange(20, 200)], plan.tokens or 200
+            work, outputs = Work(prompt, drawn(rng, longest, documents), several(rng, plan)), list[list[int]]()
+            if rng.random() < plan.beams:
+                work = Work(prompt, searching(rng, longest))
             for choice in range(work.n):
                 params = work.choice(choice)
                 matcher = self.documents.matcher(params.structured)
                 engine.add(Sequence("alone", list(work.prompt), len(work.prompt), params, b"root", matcher=matcher))
                 outputs.append([])
                 while not engine.idle:
-                    outputs[-1] += [step.sampled.token for step in engine.step() if step.sampled]
+                    for step in engine.step():
+                        outputs[-1] += [step.sampled.token] if step.sampled else joined_up(one.tokens for one in step.found)
             self._known.append((work, outputs))
 
     def draw(self, rng: random.Random) -> Work:
@@ -232,6 +244,23 @@ def drawn(rng: random.Random, longest: int, documents: Documents | None = None) 
     params: dict[str, Any] = {"max_tokens": rng.randrange(1, longest), "temperature": 0.0, "ignore_eos": True}
     params |= {"structured": documents.draw(rng)} if documents is not None else {}
     return params | ({"temperature": 0.8, "seed": rng.randrange(1 << 31)} if rng.random() < 0.5 else {})
+
+
+def searching(rng: random.Random, longest: int) -> dict[str, Any]:
+    width = rng.randrange(2, 7)
+    how = {"length_penalty": rng.choice([0.0, 1.0, 2.0]), "early_stopping": rng.choice(EARLY_STOPPING)}
+    return {"max_tokens": rng.randrange(1, max(2, longest // 4)), "beam": {"width": width, "count": rng.randrange(1, width + 1), **how}}
+
+
+def sampling_of(work: Work) -> SamplingParams:
+    params = dict(work.params)
+    beam = params.pop("beam", None)
+    return SamplingParams(**params, beams=beam and Beams(**beam))
+
+
+def joined_up(answers: Iterable[tuple[int, ...]]) -> list[int]:
+    """The answers of a search as one list."""
+    return [token for answer in answers for token in (*answer, END_OF_ANSWER)]
 
 
 async def load(client: AsyncClient, oracle: Oracle, rng: random.Random, plan: Plan, tally: Tally) -> None:
@@ -268,6 +297,7 @@ async def one(client: AsyncClient, oracle: Oracle, work: Work, leave_after: int 
                 if len(got) - 1 == leave_after:
                     break
             else:
+                got += joined_up(one.token_ids for one in stream.result.hypotheses)
                 tally.retried += stream.result.workers["retries"]
                 tally.resumed += stream.result.resumes > 0
                 tally.drafted += stream.result.usage.drafted_tokens
@@ -278,6 +308,7 @@ async def one(client: AsyncClient, oracle: Oracle, work: Work, leave_after: int 
         print(f"{kind} after {len(got)} tokens: {error}", flush=True)
         return
     tally.gaps.append(gap)
+    leave_after = None if "beam" in work.params else leave_after  # there was no token after which to leave
     judged = [await asyncio.to_thread(judge, oracle, work, each, leave_after is None, i) for i, each in enumerate(outputs)]
     found = next((one for one in judged if one != "exact"), "exact")
     tally.documents += found == "exact" and form is not None and oracle.documents.ended(got)
@@ -437,6 +468,7 @@ def main() -> None:
     parser.add_argument("--speculation", default="", help="engine.speculation of the workers")
     parser.add_argument("--predicted", type=float, default=0.0, help="share of the requests that bring a prediction")
     parser.add_argument("--several", type=float, default=0.0, help="share of the requests that ask for four choices")
+    parser.add_argument("--beams", type=float, default=0.0, help="share of the requests that are beam searches")
     parser.add_argument("--stops", type=float, nargs=2, default=(0.5, 15.0), metavar="S")
     parser.add_argument("--quiet", type=float, default=3.0, metavar="S", help="between two faults")
     parser.add_argument("--json", type=Path)
@@ -447,7 +479,7 @@ def main() -> None:
     kinds += [("host", "cut")] * targets.count("host")
     same = (
         "minutes", "requests", "faults", "seed", "model", "type", "tokens", "hosts", "streams", "cancelled", "structured", "several",
-        "speculation", "predicted",
+        "speculation", "predicted", "beams",
     )  # fmt: skip
     plan = Plan(**{name: getattr(options, name) for name in same}, kinds=tuple(kinds), stops_s=tuple(options.stops), quiet_s=options.quiet)
     machine = describe()

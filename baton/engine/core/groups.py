@@ -132,13 +132,13 @@ class Groups:
     def _continue(self, group: Group, parents: list[Sequence], chosen: list[int]) -> None:
         """The search's new beams continue `parents`, which have computed all their tokens: beam i that of number `chosen[i]`."""
         beams: list[Sequence] = []
-        prompt = group.owner.tokens[: group.owner.prompt_len]
         for beam, number in zip(group.search.live, chosen, strict=False):
-            parent, tokens = parents[number], prompt + list(beam.tokens)
+            parent = parents[number]
+            new = beam.tokens[parent.computed - parent.prompt_len :]
             if parent in beams:
-                beams.append(self._beam(group, parent, tokens))
+                beams.append(self._beam(group, parent, [*parent.tokens[: parent.computed], *new]))
             else:
-                parent.tokens[parent.computed :] = tokens[parent.computed :]
+                parent.tokens[parent.computed :] = new
                 beams.append(parent)
             group.rooms.append((parent, beams[-1]))
         for parent in parents:
