@@ -215,13 +215,20 @@ def crowd(seed: int, rng: random.Random) -> Iterator[Sequence]:
 @KINDS
 def test_groups_in_pools_that_preempt_find_the_same_or_are_ended_without_trace(kind: str) -> None:
     """Small pools and chunks, prefixes that are cached, cancelled ones among them."""
-    assert sum(preemptions_in(kind, seed) for seed in range(15)) > 10
+    assert sum(preemptions_in(kind, seed) for seed in range(15)) > 5
 
 
 def preemptions_in(kind: str, seed: int) -> int:
     """Of groups."""
     rng = random.Random(seed)
     engine = make(kind, 46, rng.random() < 0.7, 80, reserve_growth=0.0, max_num_batched_tokens=rng.choice([12, 16, 40]))
+    make_way = engine.scheduler.make_way
+
+    def patient(seq: Sequence, preempted: list[Sequence]) -> bool:
+        assert not isinstance(engine, LateEngine) or engine.scheduler.flight is None, "preemption waits for the step in flight"
+        return make_way(seq, preempted)
+
+    engine.scheduler.make_way = patient  # type: ignore[method-assign]
     seqs = [*crowd(seed, rng)]
     seqs += [asking(f"{seed}-again", seqs[0].tokens, width=3)]
     prompts, ended = {seq.id: list(seq.tokens) for seq in seqs}, set()
@@ -280,8 +287,9 @@ def test_a_search_whose_kv_comes_from_elsewhere(kind: str) -> None:
     prompt = list(range(50, 61))
     held = asking("held", prompt, hold=True, stop_token_ids=frozenset(range(257)))
     source.add(held)
-    while held.state is not State.HELD:
+    for _ in range(4):
         source.step()
+    assert held.state is State.HELD
     seq = asking("a", prompt)
     assert target.reserve(seq)
     theirs, ours = (memory(engine) for engine in (source, target))
