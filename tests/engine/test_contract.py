@@ -333,7 +333,7 @@ async def test_a_sequence_that_waits_too_long_is_not_computed(bench: Bench) -> N
         await bench.ended(seq)
 
 
-CHOICES = {"temperature": 1.1, "logprobs": 2, "min_p": 0.02}
+CHOICES: dict[str, Any] = {"temperature": 1.1, "logprobs": 2, "min_p": 0.02}
 
 
 async def alone(bench: Bench, seeds: range, prompt: list[int], **params: Any) -> list[list[Any]]:

@@ -480,9 +480,9 @@ async def test_an_unexpected_error_is_reported_without_its_text(tokenizer: Token
     house.check()
 
 
-async def test_too_many_simultaneous_choices_are_refused(tokenizer: Tokenizer) -> None:
+async def test_too_many_simultaneous_prompts_are_refused(tokenizer: Tokenizer) -> None:
     house = House(tokenizer, Script(gate=asyncio.Event()), RouterConfig(max_inflight=2, max_queue=0))
-    answer = await house.post(CHAT, {**HELLO, "n": 3})
+    answer = await house.post("/v1/completions", {"prompt": ["a", "b", "c"]})
     assert (answer.status, answer.error["code"]) == (429, "overloaded") and answer.headers["retry-after"] == "1"
     house.check()
 
