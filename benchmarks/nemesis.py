@@ -97,12 +97,12 @@ class Plan:
     streams: int
     cancelled: float  # share of the requests
     structured: float  # likewise
-    several: float  # likewise
     stops_s: tuple[float, float]
     quiet_s: float  # between two faults
     speculation: str = ""  # engine.speculation, if it is not to be the default
     predicted: float = 0.0  # share of the requests that bring a prediction
     beams: float = 0.0  # share of the requests
+    several: float = 0.0  # share of the requests that ask for several choices
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nemesis import END_OF_ANSWER, Plan, ToyOracle, judge
 
-PLAN = Plan(1, 1, 1, 3, "toy", "float32", 300, False, (), 1, 0.0, 1.0, 0.0, (0.5, 1.0), 1.0)
+PLAN = Plan(1, 1, 1, 3, "toy", "float32", 300, False, (), 1, 0.0, 1.0, (0.5, 1.0), 1.0)
 
 
 def test_documents_are_judged_by_another_library_than_that_of_the_masks(tmp_path: Path) -> None:

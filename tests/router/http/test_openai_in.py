@@ -209,12 +209,12 @@ def test_each_api_has_its_own_form_of_logprobs() -> None:
     assert refused(ask_completion, logprobs=True).param == "logprobs"
 
 
-def test_each_choice_is_a_request_with_its_own_seed() -> None:
-    asked = ask_completion(["a", "b"], n=3, seed=(1 << 64) - 2)
-    assert [ask.text for ask in asked.asks] == ["a"] * 3 + ["b"] * 3
-    assert [ask.sampling.seed for ask in asked.asks] == [(1 << 64) - 2, (1 << 64) - 1, 0] * 2
-    assert [ask.request_id for ask in asked.asks] == [f"id-{i}" for i in range(6)]
-    assert [ask.sampling.seed for ask in ask_chat(n=2).asks] == [None, None]
+def test_each_prompt_is_a_request_with_n_choices() -> None:
+    asked = ask_completion(["a", "b"], n=3, best_of=4, seed=5)
+    assert [(ask.text, ask.n, ask.best_of, ask.sampling.seed) for ask in asked.asks] == [("a", 3, 4, 5), ("b", 3, 4, 5)]
+    assert [ask.request_id for ask in asked.asks] == ["id-0", "id-1"] and asked.n == 3
+    assert [(ask.request_id, ask.n) for ask in ask_chat(n=2).asks] == [("id", 2)]
+    assert asked.asks[0].backlog is asked.asks[1].backlog
 
 
 def test_a_negative_seed_becomes_an_unsigned_64_bit_seed() -> None:
@@ -228,15 +228,14 @@ def test_n_is_limited(n: Any) -> None:
 
 
 def test_prompts_times_n_is_limited() -> None:
-    assert len(ask_completion(["a"] * 32, n=4).asks) == 128
+    assert len(ask_completion(["a"] * 32, n=4).asks) == 32
     assert refused(ask_completion, ["a"] * 32, n=5).param == "n"
+    assert refused(ask_completion, ["a"] * 32, n=4, best_of=5).param == "best_of"
 
 
-def test_best_of_must_equal_n() -> None:
-    assert len(ask_completion(best_of=1).asks) == 1 and len(ask_completion(best_of=2, n=2).asks) == 2
-    for fields in ({"best_of": 2}, {"best_of": 1, "n": 2}):
-        error = refused(ask_completion, **fields)
-        assert (error.param, error.code) == ("best_of", "unsupported_parameter")
+def test_the_best_of_more_cannot_be_streamed() -> None:
+    assert ask_completion(best_of=2, n=2, stream=True).stream and ask_completion(best_of=3, n=2).asks[0].computed == 3
+    assert refused(ask_completion, best_of=3, n=2, stream=True).param == "best_of"
 
 
 def test_stream_options_require_a_stream() -> None:
