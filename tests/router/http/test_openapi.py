@@ -134,6 +134,6 @@ def test_docs_http_md_lists_every_parameter_in_the_right_row() -> None:
     effective, extra, without, neutral = (
         {*re.findall(r"`([a-z_]+)`", row.split("|")[1])} for row in table.splitlines() if row.startswith("| `")
     )
-    assert neutral == {name for name, rule in RULES.items() if isinstance(rule, Neutral)} | {"best_of"}
+    assert neutral == {name for name, rule in RULES.items() if isinstance(rule, Neutral)}
     assert without == {name for name, rule in RULES.items() if rule is None}
     assert effective | extra == set(PARAMETERS) - neutral - without
