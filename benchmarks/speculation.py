@@ -15,6 +15,7 @@ and free text. Each at temperature 0 and 1, seeded. All arms must give the same 
 import argparse
 import gc
 import json
+import os
 import random
 import statistics
 import sys
@@ -143,6 +144,9 @@ def same(one: list[list[int]], other: list[list[int]]) -> bool:
 
 
 def run(model: str, path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    texts = {name: write for name, write in TEXTS[model].items() if options.text is None or name in options.text}
+    if not texts:
+        return []
     most, arms = max(options.batch), dict[str, Engine]()
     methods = options.method or [name for name in get_args(EngineOptions.model_fields["speculation"].annotation) if name != NONE]
     for method in (NONE, *methods):
@@ -160,7 +164,7 @@ def run(model: str, path: Path, options: argparse.Namespace) -> list[dict[str, A
         )
         arms[method] = build(made).engine
     encoder, rows = Tokenizer.from_file(str(path / "tokenizer.json")), []
-    for text, write in TEXTS[model].items():
+    for text, write in texts.items():
         for temperature in options.temperature:
             for batch in options.batch:
                 cells = {arm: Cell() for arm in arms}
@@ -209,15 +213,24 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--text", action="append", help="instead of all")
+    parser.add_argument("--json", type=Path, help="cells that are in the file and not measured again stay there")
     options = parser.parse_args()
     print(describe())
     rows = run("tale", SHIPPED, options)
     if options.smollm2 is not None:
         rows += run("smollm2", options.smollm2, options)
     if options.json:
-        found = {"machine": describe(), "rounds": options.rounds, "threads": options.threads, "rows": rows}
+        cells = {cell_of(row) for row in rows}
+        kept = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+        rows += [row for row in kept if cell_of(row) not in cells]
+        load_average = os.getloadavg()[0]
+        found = {"machine": describe(), "load_average": load_average, "threads": options.threads, "rows": rows}
         options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def cell_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("model", "text", "temperature", "batch", "method"))
 
 
 if __name__ == "__main__":

@@ -329,6 +329,49 @@ def whole() -> str:
 
 
 # table → the file of benchmarks/results that it is made of, and what makes it
+def speculation() -> str:
+    """Each method beside none: by the clock, and in brackets by processor time."""
+    rows = [row for row in load("speculation")["rows"] if row["tokens_s"]]
+    batches = sorted({row["batch"] for row in rows})
+    table = []
+    for (model, text, heat, method), each in groupby(rows_by(rows), key=cell_of):
+        found = {row["batch"]: row for row in each}
+        shown = [_speed(found.get(batch), method) for batch in batches]
+        table.append([model, text, number(heat), method, *shown])
+    return markdown(["model", "text", "T", "method", *(f"batch {batch}" for batch in batches)], table)
+
+
+def rows_by(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rows, key=lambda row: (*cell_of(row)[:3], row["method"] != "none", row["method"]))
+
+
+def cell_of(row: dict[str, Any]) -> tuple[str, str, float, str]:
+    return row["model"], row["text"], row["temperature"], row["method"]
+
+
+def _speed(row: dict[str, Any] | None, method: str) -> str:
+    if row is None:
+        return ""
+    if method == "none":
+        return f"{number(median(row['tokens_s']))} tokens/s, {number(median(row['itl_ms']))} ms"
+    return f"{median(row['to_none']):.2f}x ({median(row['to_none_cpu']):.2f}x), {number(median(row['itl_ms']))} ms"
+
+
+def acceptance() -> str:
+    """Of the guesses at each place, how many became output; over all batches."""
+    places, table = range(1, 9), []
+    for (model, text, heat, method), each in groupby(rows_by(load("speculation")["rows"]), key=cell_of):
+        counted = {place: [0, 0] for place in places}
+        for place, drafted, accepted in (one for row in each for found in row["acceptance"].values() for one in found):
+            if place in counted:
+                counted[place][0] += drafted
+                counted[place][1] += accepted
+        if counted[1][0]:
+            shares = [f"{right / drafted:.0%}" if drafted else "" for drafted, right in counted.values()]
+            table.append([model, text, number(heat), method, number(counted[1][0]), *shares])
+    return markdown(["model", "text", "T", "method", "steps", *map(str, places)], table)
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "peers-zen4": ("peers-cpu-zen4", lambda: peers("peers-cpu-zen4")),
     "peers-amx": ("peers-cpu-amx", lambda: peers("peers-cpu-amx")),
@@ -360,6 +403,7 @@ TABLES |= {
     make.__name__: (make.__name__, make)
     for make in (observability, products, quality, continuation, step_profile, families, batching, whole)
 }
+TABLES |= {make.__name__: ("speculation", make) for make in (speculation, acceptance)}
 # Those of docs/benchmarks.md, which are made of many files.
 AIMS: dict[str, Callable[[], str]] = {"peers-aims": peers_aims, "aims": other_aims}
 
