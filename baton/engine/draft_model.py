@@ -5,10 +5,12 @@ than by chance (the Gumbel-max trick couples two distributions that are alike). 
 al., "Fast Inference from Transformers via Speculative Decoding", 2023).
 
 Its KV lies in the blocks of the target's (`KvLayout.draft`). Of a prompt it is computed together with the target's, so it is handed over
-with it. Of the output it is computed when the next draft is wanted, for all sequences of a step together, and at the latest when the target
-has filled a block: nobody is shown a block that has only one of both. `Sequence.drafted` counts the positions that have it.
+with it. Of the output it is computed when the next draft is wanted, for all sequences of a step together. Until then a block that the
+target has filled does not count as full: nobody is shown one that has only one of both. `Sequence.drafted` counts the positions that have
+it.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import accumulate, takewhile
@@ -29,7 +31,11 @@ from baton.engine.runner import ModelRunner, Part
 if TYPE_CHECKING:
     from baton.engine.draft_steps import DraftSteps
 
-FEW = 4  # tokens that are caught up as steps; more are computed as a prompt is
+FEW = (
+    40  # tokens that are caught up as steps, mostly recorded ones, and a trial of a bad draft is no further; more are computed as a prompt
+)
+MEASURED = 4  # tokens of the draft that is measured
+CAUGHT_UP = 512  # tokens in a step, of all sequences: a stream beside them waits no longer
 
 
 class DraftModel(Drafter):
@@ -52,24 +58,31 @@ class DraftModel(Drafter):
             self._steps = DraftSteps(self._runner.model, self._runner.paged, self.bound)
 
     def follow(self, batch: Seq[Chunk]) -> None:
-        """See `Companion`. If a decode's block is full, all decodes are caught up: one step of many rows costs less than many of one."""
-        size = self._runner.layout.block_size
-        ends = {chunk.seq: chunk.seq.computed + chunk.n for chunk in batch}
-        prompts = {chunk.seq for chunk in batch if chunk.n > 1 or chunk.seq.hold}
-        due = any(end // size > seq.drafted // size for seq, end in ends.items() if seq not in prompts)
-        late = [seq for seq, end in ends.items() if seq.drafted < end and (due or seq in prompts)]
-        if late:
-            self._runner.logits_of([part(seq, ends[seq], 0) for seq in late])
-            for seq in late:
-                seq.drafted = ends[seq]
+        """See `Companion`. Decodes wait: where nothing is drafted, a step must cost no more than without a draft."""
+        ends = {chunk.seq: chunk.seq.computed + chunk.n for chunk in batch if chunk.n > 1 or chunk.seq.hold}
+        self._catch_up({seq: end for seq, end in ends.items() if seq.drafted < end})
 
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
-        """Greedy guesses of a greedy sequence; of another, what the draft would draw."""
-        plain = all(ask.seq.matcher is None and takes_greatest(ask.seq.params) for ask in asks)
-        drafts = self._greedy(asks) if plain else self._drawn(asks)
-        for ask in asks:
-            ask.seq.drafted = len(ask.seq.tokens)
-        return list(drafts)
+        """Greedy guesses of a greedy sequence; of another, what the draft would draw. None of one that is still far behind."""
+        ends, left = dict[Sequence, int](), CAUGHT_UP
+        for seq in (ask.seq for ask in asks):
+            if len(seq.tokens) - seq.drafted > FEW and left > 0:
+                ends[seq] = min(len(seq.tokens) - 1, seq.drafted + left)
+                left -= ends[seq] - seq.drafted
+        self._catch_up(ends)
+        near = [ask for ask in asks if len(ask.seq.tokens) - ask.seq.drafted <= FEW]
+        plain = all(ask.seq.matcher is None and takes_greatest(ask.seq.params) for ask in near)
+        drafts = dict(zip((ask.seq for ask in near), self._greedy(near) if plain else self._drawn(near), strict=True))
+        for seq in drafts:
+            seq.drafted = len(seq.tokens)
+        return [drafts.get(ask.seq, []) for ask in asks]
+
+    def _catch_up(self, ends: Mapping[Sequence, int]) -> None:
+        """Computes the KV up to these ends as that of a prompt is."""
+        if ends:
+            self._runner.logits_of([part(seq, end, 0) for seq, end in ends.items()])
+        for seq, end in ends.items():
+            seq.drafted = end
 
     def seconds(self, sequences: int) -> float:
         return self._line.at(sequences)
@@ -78,9 +91,11 @@ class DraftModel(Drafter):
         """Measures its step for up to `most` sequences. No record refers to what it leaves in the pool's first block."""
 
         def run(sequences: int) -> None:
-            self._greatest([Part(Span(0, 1, [0], self._runner.takes_steps), [0], 1)] * sequences, 1)
+            found = self._greatest([Part(Span(0, 1, [0], self._runner.takes_steps), [0], 1)] * sequences, min(self.bound, MEASURED))
+            tokens[sequences] = len(found[0])  # one, if it is not computed as several steps
 
-        self._line = measured(run, most)
+        tokens: dict[int, int] = {}
+        self._line = Line(tuple((count, seconds / tokens[count]) for count, seconds in measured(run, most).points))
         return self._line
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:

@@ -15,8 +15,8 @@ from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import NOTHING_OFFERED, PREDICTION, UNASKED, Offer
 from baton.engine.core.step_costs import ASSUMED, Line, allot
 
-FIRST_ACCEPTANCE = 0.6  # of a sequence of which nothing is known
-NEWEST = 1 / 8  # weight of the newest verified token in the estimate
+FIRST_ACCEPTANCE = 0.6  # of a method of which nothing is known
+NEWEST, NEWEST_OF_ALL = 1 / 8, 1 / 64  # weight of the newest verified token in the estimate of a sequence, and of the method
 RETRY_TOKENS = 32  # without a draft, before a sequence whose drafts are bad gets one of one token
 
 
@@ -71,7 +71,7 @@ class Drafter:
 
 @dataclass(slots=True)
 class Pace:
-    acceptance: float = FIRST_ACCEPTANCE  # exponentially decaying estimate
+    acceptance: float  # exponentially decaying estimate
     drafted_at: int = 0  # tokens that were known
 
 
@@ -83,6 +83,7 @@ class Paced(Drafter):
         self.drafter = drafter
         self.name = drafter.name
         self._step = step
+        self._usual = FIRST_ACCEPTANCE  # of the method: what is expected of a new sequence
         self.bound = min(bound, drafter.bound)
         self._paces: dict[Sequence, Pace] = {}
 
@@ -108,6 +109,7 @@ class Paced(Drafter):
         pace = self._paces[seq]
         for outcome in [1.0] * accepted + [0.0] * (accepted < drafted):
             pace.acceptance += NEWEST * (outcome - pace.acceptance)
+            self._usual += NEWEST_OF_ALL * (outcome - self._usual)
         self.drafter.observe(seq, drafted, accepted)
 
     def forget(self, seq: Sequence) -> None:
@@ -116,14 +118,14 @@ class Paced(Drafter):
 
     def _worth(self, asks: Seq[Ask]) -> list[int]:
         """How many guesses each gets. One whose guesses were bad gets one from time to time, where a good one would be worth it."""
-        if not asks:
-            return []
-        paces, rows = [self._paces.setdefault(ask.seq, Pace()) for ask in asks], asks[0].rows
-        most, drafting = [min(ask.most, self.bound) for ask in asks], self.drafter.seconds(len(asks)) / len(asks)
-        counts = allot([pace.acceptance for pace in paces], most, rows, self._step, drafting)
-        pays = any(counts) or any(allot([1.0], [1], rows, self._step, drafting))
+        drafting = self.drafter.seconds(len(asks)) / max(1, len(asks))
+        if not asks or not any(allot([1.0], [1], asks[0].rows, self._step, drafting)):
+            return [0] * len(asks)
+        paces = [self._paces.setdefault(ask.seq, Pace(self._usual)) for ask in asks]
+        most = [min(ask.most, self.bound) for ask in asks]
+        counts = allot([pace.acceptance for pace in paces], most, asks[0].rows, self._step, drafting)
         return [
-            count or int(pays and len(ask.seq.tokens) - pace.drafted_at >= RETRY_TOKENS)
+            count or int(len(ask.seq.tokens) - pace.drafted_at >= RETRY_TOKENS)
             for count, ask, pace in zip(counts, asks, paces, strict=True)
         ]
 
