@@ -369,7 +369,7 @@ class AsyncClient:
         await self.close()
 
 
-OF_REQUEST = ("parse_special", "add_special_tokens", "prediction", "speculation", "n", "best_of")  # fields of GenerateRequest that it takes
+OF_REQUEST = ("parse_special", "add_special_tokens", "prediction", "speculation", "n", "best_of", "beam")  # of GenerateRequest
 
 
 def build_request(
@@ -381,7 +381,6 @@ def build_request(
     request_id: str = "",
     cache_salt: str = "",
     priority: int = 0,
-    beam: Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> pb.GenerateRequest:
     """Takes one of `prompt`, `messages` (the fields of ChatMessage: "role", "content", …) and `token_ids`. `sampling` takes the fields of
@@ -410,8 +409,6 @@ def build_request(
     request = pb.GenerateRequest(
         model=model, request_id=request_id, cache_salt=cache_salt, priority=priority, sampling=pb.SamplingParams(**given), **how
     )
-    if beam is not None:
-        request.beam.CopyFrom(pb.Beam(**beam))
     if prompt is not None:
         request.text = prompt
     elif messages is not None:

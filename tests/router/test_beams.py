@@ -3,13 +3,13 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from fake_workers import MODEL, TOKENIZER, FakeWorkers, record
+from fake_workers import MODEL, TOKENIZER, FakeFork, FakeWorkers, record
 from http_door import toy_tokenizer
 
 from baton.answer import Assembly
@@ -29,13 +29,14 @@ from router.beams import MAX_TOKENS, check_fit
 from router.conversation import Setting, Tool
 from router.dispatch import Dispatcher
 from router.door import to_ask, to_response
+from router.events import Accepted, Event, Finished
 from router.found import Found
 from router.http.errors import HttpError, to_http
 from router.http.openai_in import Caller, chat, completion
 from router.http.openai_out import Writer
 from router.journal import Journal
 from router.request import Request, Stopwatch, Trace
-from router.service import Accepted, Draws, Event, Finished, GenerateService, ModelText
+from router.service import Draws, GenerateService, ModelText
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
@@ -275,7 +276,13 @@ class Searching(FakeWorkers):
     silent = False
 
     async def decode(
-        self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float, first: "asyncio.Future[int] | None" = None
+        self,
+        worker: WorkerRecord,
+        request: Request,
+        handle: bytes,
+        timeout_s: float,
+        first: "asyncio.Future[int] | None" = None,
+        forks: Sequence[FakeFork] = (),
     ) -> AsyncGenerator[DecodeEvent, None]:
         assert len(request.tokens) == request.prompt_len, "the token of the prefill is none of the answer"
         inner = super().decode(worker, request, handle, timeout_s, first)
