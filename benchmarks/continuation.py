@@ -31,7 +31,7 @@ from baton.engine.choice import load_runner
 from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.protocol import Chunk, Tokens
+from baton.engine.core.protocol import Chunk, Tokens, accepted
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence, State
@@ -70,7 +70,7 @@ class Watched(ModelRunner):
         rows = iter(self._rows)
         for chunk, tokens in zip(batch, answers, strict=True):
             own = [next(rows) for _ in chunk.rows]
-            for count in range(len(tokens)):  # a row after a wrong guess is of another text
+            for count in range(len(accepted(chunk.drafts, tokens))):  # a row after a wrong guess is of another text
                 self.seen[chunk.seq.id, len(chunk.seq.tokens) + count] = own[count]
         return answers
 

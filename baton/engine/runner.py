@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.core.kvcache import DraftKv, KvLayout, KvPool
-from baton.engine.core.protocol import Chunk, Tokens, accepted
+from baton.engine.core.protocol import Chunk, Tokens
 from baton.engine.core.sequence import Sequence
 from baton.engine.facts.fingerprint import fingerprint
 from baton.engine.model.attention import PagedAttention, PagedKv, Span, batch_order, plan
@@ -178,8 +178,7 @@ class ModelRunner:
         sampled = iter(sample(logits, list(chain.from_iterable(rows)), self.eos_token_ids, best, self.model.ops.draw))
         if self.draft is not None:
             self.draft.follow(batch)
-        found = [accepted(chunk.drafts, [next(sampled) for _ in own]) if own else () for chunk, own in zip(batch, rows, strict=True)]
-        return [(*scores, *tokens) for scores, tokens in zip(told, found, strict=True)]
+        return [(*scores, *(next(sampled) for _ in own)) for scores, own in zip(told, rows, strict=True)]
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.protocol import Chunk, NothingAllowed, Tokens
+from baton.engine.core.protocol import Chunk, NothingAllowed, Tokens, accepted
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner
 from baton.engine.gpu.overlap import UNKNOWN, OverlapEngine, Pending, StepResult
@@ -104,7 +104,7 @@ class LateStep:
         shadow = Sequence(name, tokens, seq.prompt_len, seq.params, b"", computed=computed, blocks=blocks, matcher=seq.matcher)
         answer = self.toy.run([Chunk(shadow, n, drafts)])[0]
         if answer:
-            self.toy.last[name] = answer[-1].token
+            self.toy.last[name] = accepted(drafts, answer)[-1].token
         return answer
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+from baton.engine.core.sampling import Sampled
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import NOTHING_OFFERED, PREDICTION, UNASKED, Offer
 from baton.engine.core.step_costs import ASSUMED, Line, allot
@@ -62,6 +63,10 @@ class Drafter:
         """What it takes to guess one token for each of so many sequences."""
         return 0.0
 
+    def study(self, seq: Sequence, drafts: Seq[int], sampled: Seq[Sampled]) -> None:
+        """What was sampled after the known tokens and after each guess, also after wrong ones. Before `observe`, and before any of it is
+        known."""
+
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """So many guesses were verified in a step, and so many of them, the first ones, were what the target said."""
 
@@ -103,6 +108,9 @@ class Paced(Drafter):
                 drafts[i] = guesses
                 self._paces[asks[i].seq].drafted_at = len(asks[i].seq.tokens)
         return drafts
+
+    def study(self, seq: Sequence, drafts: Seq[int], sampled: Seq[Sampled]) -> None:
+        self.drafter.study(seq, drafts, sampled)
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """What comes after the first wrong guess says nothing about acceptance."""

@@ -11,7 +11,7 @@ from baton.engine.core.beams import Hypothesis
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.drafting import Drafter
 from baton.engine.core.groups import Groups
-from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingToSample, OutOfDeviceMemory, Runner, Tokens
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingToSample, OutOfDeviceMemory, Runner, Tokens, accepted
 from baton.engine.core.sampling import Sampled, Scored
 from baton.engine.core.scheduler import Limits, Scheduler, seats
 from baton.engine.core.sequence import Finish, Sequence, State, finish_reason
@@ -338,14 +338,15 @@ class Engine:
         seq.prefilled += max(0, min(end, seq.arrived_with - 1) - start - again)
         self.scheduler.advance(seq, end)
 
-    def _land_chunk(self, chunk: Chunk, tokens: Tokens) -> list[Output]:
+    def _land_chunk(self, chunk: Chunk, sampled: Tokens) -> list[Output]:
         """Applies a computed chunk to its sequence. The KV of a guess counts once the token is known, so nothing has to be taken back;
         tokens after the one that ends the sequence do not exist."""
         seq = chunk.seq
         if chunk.scored:
-            return self._land_scored(chunk, tokens)
+            return self._land_scored(chunk, sampled)
         self._advance(seq, chunk.n)
         self._branch(seq)
+        tokens = accepted(chunk.drafts, sampled)
         if not tokens:
             return [Output(seq, None, full=tuple(seq.blocks[: seq.computed // self.block_size]))] if seq.hold else []
         if seq.params.beams is not None and not seq.hold:
@@ -353,6 +354,7 @@ class Engine:
         method = ""
         if chunk.drafts:
             method = self.drafter.source(seq)  # it is forgotten with the last token
+            self.drafter.study(seq, chunk.drafts, sampled)
             self.drafter.observe(seq, len(chunk.drafts), len(tokens) - 1)
         right = len(tokens) - 1
         outputs = [self._settle(seq, tokens[0], right > 0)]
@@ -362,9 +364,9 @@ class Engine:
             self._advance(seq, 1)
             outputs.append(self._settle(seq, token, i < right))
         if chunk.drafts:
-            accepted = min(right, len(outputs))
-            self.counts.note_guesses(method, len(chunk.drafts), accepted)
-            outputs[-1] = replace(outputs[-1], rejected=len(chunk.drafts) - accepted)
+            kept = min(right, len(outputs))
+            self.counts.note_guesses(method, len(chunk.drafts), kept)
+            outputs[-1] = replace(outputs[-1], rejected=len(chunk.drafts) - kept)
         return outputs
 
     def _land_scored(self, chunk: Chunk, tokens: Tokens) -> list[Output]:

@@ -3,8 +3,9 @@
 A chunk first yields what it says of the prompt, if that was asked for (`Chunk.scored`). Then nothing while it does not reach the last known
 token, else one token, or several if somebody has guessed what comes next:
 the runner computes the guesses' positions in the same step, and samples after each as if it were known. Up to the first wrong guess, and
-one further, the tokens are those that one step for each would have sampled (Leviathan et al., "Fast Inference from Transformers via
-Speculative Decoding", 2023). Noise is a function of seed and position, so that holds for drawn tokens without their rejection rule.
+one further (`accepted`), the tokens are those that one step for each would have sampled (Leviathan et al., "Fast Inference from
+Transformers via Speculative Decoding", 2023). Noise is a function of seed and position, so that holds for drawn tokens without their
+rejection rule.
 """
 
 from collections.abc import Sequence as Seq
@@ -61,7 +62,8 @@ class Chunk:
         return self.seq.computed + self.n == len(self.seq.tokens)
 
 
-Tokens = tuple[Sampled, ...]  # what a chunk yields: `Chunk.scored` of them are `Scored`, and then come those that it has sampled
+# What a chunk yields: `Chunk.scored` of them are `Scored`; then come those that were sampled after the known tokens and after each guess.
+Tokens = tuple[Sampled, ...]
 
 
 def accepted(drafts: Seq[int], sampled: Seq[Sampled]) -> Tokens:
@@ -111,8 +113,8 @@ class Runner(Protocol):
     def pool(self) -> Pool: ...
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
-        """Writes the KV of every chunk into the pool. Returns what each chunk of `batch` yields: at most one token more than it has drafts,
-        after the tokens of the prompt that it scores.
+        """Writes the KV of every chunk into the pool. Returns what each chunk of `batch` yields: after the tokens of the prompt that it
+        scores, one token more than it has drafts, fewer if it fails after a guess, or nothing.
 
         When it returns, the KV is written, and another process may read the blocks. Raises NothingToSample or OutOfDeviceMemory; then no
         sequence of the batch has a sampled token.

@@ -18,7 +18,7 @@ import numpy as np
 
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.masks import Matcher, Words, allowed_ids
-from baton.engine.core.protocol import Chunk, NothingAllowed, Tokens, accepted
+from baton.engine.core.protocol import Chunk, NothingAllowed, Tokens
 from baton.engine.core.sampling import Sampled, SamplingParams, Scored, noise_key
 from baton.engine.core.sequence import Sequence
 
@@ -65,7 +65,7 @@ class ToyRunner:
         values = (np.asarray(chunk.tokens) + 1) * (positions + 1)
         self._kv[blocks[positions // size], :, positions % size, :] = values[:, None, None]
         scored = [self._score(blocks, seq, seq.computed + i) for i in range(chunk.scored)]
-        return (*scored, *accepted(chunk.drafts, [self._sample(blocks, row) for row in chunk.rows]))
+        return (*scored, *(self._sample(blocks, row) for row in chunk.rows))
 
     def _score(self, blocks: "np.ndarray[Any, Any]", seq: Sequence, position: int) -> Scored:
         """The toy is sure of the token that it would sample if it were greedy."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingAllowed, OutOfDeviceMemory, Tokens, accepted
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingAllowed, OutOfDeviceMemory, Tokens
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.attention import DeviceAttention
@@ -51,7 +51,7 @@ class DevicePending:
         for (i, _), answer in zip(self._rows, answers(self._draw, [seq for _, seq in self._rows]), strict=True):
             found.setdefault(i, []).append(answer)
         for i, own in found.items():
-            tokens[i] = accepted(self._batch[i].drafts, list(takewhile(lambda answer: answer is not None, own)))  # type: ignore[arg-type]
+            tokens[i] = tuple(takewhile(lambda answer: answer is not None, own))  # type: ignore[arg-type]
         denied = frozenset(i for at, (i, _) in enumerate(self._rows) if at in self._draw.denied)
         return StepResult(
             [() if i in denied else each for i, each in enumerate(tokens)],

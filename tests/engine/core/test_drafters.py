@@ -17,18 +17,19 @@ from late_toy import LateEngine, LateToy
 from tokenizers import Tokenizer
 
 from baton.cli.up import SHIPPED
-from baton.engine import runner
 from baton.engine.build import build
 from baton.engine.choice import load_runner
+from baton.engine.core import engine as engine_module
 from baton.engine.core import toy
 from baton.engine.core.block_key import root_key
 from baton.engine.core.drafting import RETRY_TOKENS, Ask, Chosen, Drafter, Paced
 from baton.engine.core.engine import Engine
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.lookahead import PHRASE, POOLED, Lookahead, Sight
 from baton.engine.core.prediction import Prediction
 from baton.engine.core.prompt_lookup import CANDIDATES, LONGEST, NOWHERE, SHORTEST, TAKEN_IN, History, PromptLookup
-from baton.engine.core.protocol import Tokens
+from baton.engine.core.protocol import Tokens, accepted
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
@@ -47,6 +48,7 @@ DRAFT = SHIPPED.with_name("tale-draft")
 KINDS = ("engine", "overlap", "tale")
 METHODS: dict[str, Callable[[], Drafter]] = {
     "prompt_lookup": PromptLookup,
+    "lookahead": Lookahead,
     "paced": lambda: Paced(PromptLookup(), 8),
     "chosen": lambda: Chosen({"prediction": Paced(Prediction(), 8), "prompt_lookup": PromptLookup()}, "prompt_lookup", 8),
     "draft": lambda: Paced(draft_model(), 8),
@@ -176,7 +178,7 @@ def test_every_sequence_says_what_it_says_without(method: str, undrafted: Any, f
     kind, wanted, logits = undrafted
     if method in OF_A_MODEL and kind != "tale":
         pytest.skip("the toy has no draft")
-    preempted = hits = aborted = 0
+    preempted = hits = aborted = right = 0
     for seed in (1, 2):
         engine = make(kind, METHODS[method](), blocks=11 if kind == "tale" else 13)
         said = serve(engine, crowd(kind, folder), seed)
@@ -188,8 +190,9 @@ def test_every_sequence_says_what_it_says_without(method: str, undrafted: Any, f
             assert all(same) and len(same) > 300
         counts = engine.counts
         preempted, hits = preempted + counts.preemptions, hits + counts.hit_tokens
-        assert 0 < counts.accepted_tokens <= counts.drafted_tokens and engine.drafter.remembered == 0
-    assert preempted and hits and 0 < aborted < len(wanted)
+        right += counts.accepted_tokens
+        assert counts.accepted_tokens <= counts.drafted_tokens and engine.drafter.remembered == 0
+    assert preempted and hits and right and 0 < aborted < len(wanted)
 
 
 def edited(said: list[Sampled], rng: random.Random) -> tuple[int, ...]:
@@ -248,8 +251,7 @@ def test_a_verifier_that_believes_is_found_out(undrafted: Any, folder: Path, mon
         return (*map(Sampled, drafts), sampled[-1]) if sampled else ()
 
     kind, wanted, _ = undrafted
-    for module in (toy, runner):
-        monkeypatch.setattr(module, "accepted", believed)
+    monkeypatch.setattr(engine_module, "accepted", believed)
     unformed = [seq for seq in crowd(kind, folder) if seq.matcher is None]
     said = serve(make(kind, Wrong(wanted)), unformed)
     assert sum(said[seq.id] != wanted[seq.id] for seq in unformed) > len(unformed) // 2
@@ -465,3 +467,58 @@ def test_an_engine_drafts_if_the_options_say_so(tmp_path: Path) -> None:
     while not engine.idle:
         assert len(engine.step()) <= 4
     assert engine.counts.accepted_tokens > 20
+
+
+class Studied(Drafter):
+    """Guesses one wrong token after another, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, Seq[int], Seq[Sampled]]] = []
+
+    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        return [[3, 5, 7][: ask.most] for ask in asks]
+
+    def study(self, seq: Sequence, drafts: Seq[int], sampled: Seq[Sampled]) -> None:
+        self.told.append((len(seq.tokens), drafts, sampled))
+
+
+@pytest.mark.parametrize("kind", ["engine", "overlap"])
+def test_what_is_said_after_a_wrong_guess_is_studied(kind: str) -> None:
+    """As if the guesses had been known."""
+    prompt, params = [1, 2, 3], SamplingParams(max_tokens=12, temperature=1.0, seed=4, ignore_eos=True)
+    drafter = Studied()
+    engine, seq = make(kind, Paced(drafter, 3)), Sequence("a", prompt, 3, params, root_key("toy"))
+    engine.add(seq)
+    while not engine.idle:
+        engine.step()
+    for known, drafts, sampled in drafter.told:
+        texts = [[*seq.tokens[:known], *drafts[:count]] for count in range(len(drafts) + 1)]
+        after = [toy.sample(16 * sum((t + 1) * (p + 1) for p, t in enumerate(text)), params, len(text), 257) for text in texts]
+        assert list(sampled) == after
+    assert len(drafter.told) > 1 and any(len(drafts) > 1 for _, drafts, _ in drafter.told)
+
+
+def test_a_phrase_that_was_said_after_wrong_guesses_becomes_a_draft() -> None:
+    """A target that counts. What follows 20 is known, from a guess that was wrong at its place, before the text is there."""
+    tokens, drafter = [20, 30, 10], Lookahead()
+    seq, right = Sequence("a", tokens, 3, SamplingParams(max_tokens=99), b""), dict[int, int]()
+    while tokens[-1] < 24:
+        drafts = ask(drafter, seq, 6)
+        said = [Sampled(token + 1) for token in (tokens[-1], *drafts)]
+        drafter.study(seq, drafts, said)
+        kept = accepted(drafts, said)
+        right[tokens[-1]] = len(kept) - 1
+        tokens += [token.token for token in kept]
+    assert tokens[3:] == list(range(11, 11 + len(tokens) - 3))
+    assert right[11] == 0 and right[20] == PHRASE - 1
+
+
+def test_the_pool_is_bounded_and_forgets_the_oldest() -> None:
+    rng, sight, tokens = random.Random(1), Sight(), [1, 2, 3]
+    for _ in range(3 * POOLED):
+        drafts = sight.guess(tokens, 3)
+        sight.learn(tokens, drafts, [Sampled(rng.randrange(1 << 30)) for _ in range(4)])
+        tokens.append(rng.randrange(1 << 30))
+        assert len(sight.pool) <= POOLED and len(sight.window) <= 4
+        assert all(len(phrase) == PHRASE - 1 for phrase in sight.pool.values())
+    assert len(sight.pool) == POOLED and tokens[-PHRASE - 1] in sight.pool
