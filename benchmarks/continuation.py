@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from machine import describe
 from tokenizers import Tokenizer
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from host_pool import on_host
@@ -35,7 +34,7 @@ from baton.engine.core.protocol import Chunk, Tokens, accepted
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence, State
-from baton.engine.runner import ModelRunner
+from baton.engine.runner import Computed, ModelRunner
 
 TYPES: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -60,10 +59,10 @@ class Watched(ModelRunner):
         super().__init__(model, layout, device)
         self.seen: dict[tuple[str, int], bytes] = {}
 
-    def _logits(self, batch: Seq[Chunk]) -> tuple[Tensor, list[int] | None]:
-        logits, best = super()._logits(batch)
-        self._rows = [blake2b(row.numpy().tobytes(), digest_size=16).digest() for row in logits]
-        return logits, best
+    def _logits(self, batch: Seq[Chunk]) -> Computed:
+        computed = super()._logits(batch)
+        self._rows = [blake2b(row.numpy().tobytes(), digest_size=16).digest() for row in computed.logits]
+        return computed
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         answers = super().run(batch)

@@ -112,8 +112,10 @@ HOMES = {
     "torch": (
         *(
             f"baton/engine/{name}"
-            for name in ("build.py", "choice.py", "cpu/", "draft_model.py", "draft_steps.py", "gpu/", "model/", "runner.py", "vllm/")
+            for name in ("build.py", "choice.py", "cpu/", "draft_model.py", "draft_steps.py", "gpu/", "head_drafter.py", "model/")
         ),
+        "baton/engine/runner.py",
+        "baton/engine/vllm/",
         "baton/models/",
     ),
     "numba": ("baton/engine/cpu/",),

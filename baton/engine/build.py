@@ -22,7 +22,7 @@ from baton.engine.facts.fingerprint import check_sums, fingerprint, tokenizer_fi
 from baton.engine.facts.model_facts import context_length
 from baton.engine.machine import available_memory
 from baton.engine.options import Options
-from baton.engine.speculation import draft_kv, exact, make_drafter, pair
+from baton.engine.speculation import BESIDE, draft_kv, exact, make_drafter, pair
 
 log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 256  # more would take longer and gain little
@@ -45,10 +45,10 @@ def check(options: Options) -> None:
     """Raises BuildError, which names the configuration key, for options of which one excludes another."""
     if options.engine.batch_invariant and options.engine.kind != "vllm":
         raise BuildError("engine.batch_invariant is a mode of vLLM; set engine.kind to vllm")
-    if options.engine.speculation == "draft" and options.engine.kind == "baton" and options.engine.device != "cpu":
-        raise BuildError("engine.speculation: draft needs engine.device cpu")
-    if options.engine.draft_model is not None and options.engine.speculation != "draft":
-        raise BuildError("engine.draft_model: needs engine.speculation draft")
+    if options.engine.speculation in BESIDE and options.engine.kind == "baton" and options.engine.device != "cpu":
+        raise BuildError(f"engine.speculation: {options.engine.speculation} needs engine.device cpu")
+    if options.engine.draft_model is not None and options.engine.speculation not in BESIDE:
+        raise BuildError(f"engine.draft_model: needs engine.speculation {' or '.join(BESIDE)}")
     if options.direct and (options.engine.device == "cpu" or options.engine.kind == "vllm"):
         raise BuildError("kv.transport: cuda_ipc needs engine.device cuda and engine.kind baton")
     if options.describes and options.engine.kind != "baton":
@@ -78,7 +78,7 @@ def _build(options: Options) -> Built:
     if not (options.path / "tokenizer.json").is_file():
         raise BuildError(f"model.path: {options.path} holds no tokenizer.json")
     runner, options = _load(options, config)
-    if options.engine.speculation == "draft":
+    if options.engine.speculation in BESIDE:
         try:
             pair(runner, options)
         except ValueError as error:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.kvcache import DraftKv
-from baton.engine.core.protocol import Chunk, NothingToSample
+from baton.engine.core.protocol import Chunk, NothingToSample, Tokens
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.step_costs import Line
 from baton.engine.measure_steps import measured
@@ -41,6 +41,8 @@ CAUGHT_UP = 512  # tokens in a step, of all sequences: a stream beside them wait
 class DraftModel(Drafter):
     """A drafter, and a `Companion` of the runner for which it drafts. It remembers nothing of a sequence but its KV."""
 
+    reads_hidden = False
+
     def __init__(self, runner: ModelRunner, bound: int) -> None:
         """`runner` has the smaller model, and no pool. `bound`: tokens of a draft at most."""
         self._runner = runner
@@ -57,7 +59,7 @@ class DraftModel(Drafter):
 
             self._steps = DraftSteps(self._runner.model, self._runner.paged, self.bound)
 
-    def follow(self, batch: Seq[Chunk]) -> None:
+    def follow(self, batch: Seq[Chunk], hidden: Tensor | None, yields: Seq[Tokens]) -> None:
         """See `Companion`. Decodes wait: where nothing is drafted, a step must cost no more than without a draft."""
         ends = {chunk.seq: chunk.seq.computed + chunk.n for chunk in batch if chunk.n > 1 or chunk.seq.hold}
         self._catch_up({seq: end for seq, end in ends.items() if seq.drafted < end})
@@ -138,7 +140,7 @@ class DraftModel(Drafter):
 
     def _last(self, parts: Seq[Part]) -> tuple[Tensor, list[int] | None]:
         """The logits after each part, and the likeliest token if it is known."""
-        logits, best = self._runner.logits_of(parts)
+        logits, best, _ = self._runner.logits_of(parts)
         if len(logits) == len(parts):
             return logits, best
         last = [end - 1 for end in accumulate(part.wants for part in parts)]  # a recorded step gives all rows

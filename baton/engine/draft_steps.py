@@ -24,7 +24,7 @@ class DraftSteps:
         each = 2 + -(-model.config.max_positions // paged.block_size)
         self._index = np.zeros((most, ROWS * each), np.int64)  # of each step: see `Decodes.index`
         self._tokens = np.zeros((most + 1, ROWS), np.int64)  # of each step; the last are what the last one finds
-        self._recordings: dict[tuple[int, int, int], Recording] = {}
+        self._recordings: dict[tuple[int, int, int], Recording[Tensor]] = {}
         self._arena = Arena()
         self._possible = True
 
@@ -57,7 +57,7 @@ class DraftSteps:
         np.concatenate(parts, out=self._index[step, : sum(map(len, parts))])
 
     @torch.inference_mode()
-    def _recorded(self, size: int, steps: int, first: int, keys: int) -> Recording:
+    def _recorded(self, size: int, steps: int, first: int, keys: int) -> Recording[Tensor]:
         """What a step finds is where the next one reads it: the tokens of all but the first step are those after the last that waited."""
         layers, tokens = self._model.config.attention, torch.from_numpy(self._tokens)
 

@@ -172,15 +172,18 @@ class EngineOptions(Section):
         "baton.engine.core.scheduler",
     )
     batch_wait_s: float = option(0.5, "Longest wait for a static batch to fill, seconds.", "baton.engine.core.scheduler", ge=0, le=60)
-    speculation: Literal["none", "prompt_lookup", "draft"] = option(
+    speculation: Literal["none", "prompt_lookup", "lookahead", "draft", "heads"] = option(
         "none",
         "What guesses the next tokens, so that one step yields several; the output stays the same. prompt_lookup: what followed the"
-        " same tokens earlier in the prompt or output. draft: what a smaller model says (draft_model); all workers must have it.",
+        " same tokens earlier in the prompt or output. lookahead: what the model itself said after wrong guesses. draft: what a smaller"
+        " model says (draft_model); all workers must have it. heads: what a head on the model's hidden states says (draft_model, or"
+        " DeepSeek's own in model.path); likewise.",
         "baton.engine.speculation",
     )
     draft_model: str | None = option(
         None,
-        "Folder of the model that drafts, with the same tokenizer. By default the one beside model.path with -draft after its name.",
+        "Folder of the model that drafts, with the same tokenizer, or of the head. By default the one beside model.path with -draft or"
+        " -head after its name.",
         "baton.engine.speculation",
         min_length=1,
     )

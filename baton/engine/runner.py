@@ -52,18 +52,29 @@ class Part(NamedTuple):
     wants: int
 
 
+class Computed(NamedTuple):
+    """Of parts, in their order. The next step may overwrite it."""
+
+    logits: Tensor  # float32 [R, V], a row for each token whose logits are wanted
+    best: list[int] | None  # what `sampler.greatest` finds in them if it is known
+    hidden: Tensor | None  # [T, H] of all tokens, if a companion reads them
+
+
 class Companion(Protocol):
-    """What has KV of its own in the blocks of a model that it drafts for: `baton.engine.draft_model.DraftModel`."""
+    """What has KV of its own in the blocks of a model that it drafts for: `baton.engine.draft_model.DraftModel`, and
+    `baton.engine.head_drafter.HeadDrafter`."""
 
     kv: DraftKv
+    reads_hidden: bool  # of the model
 
     def attach(self, kv: Tensor) -> None:
         """`kv` `[N, L, P, Hkv, bs, D]`: its part of every block."""
         ...
 
-    def follow(self, batch: Seq[Chunk]) -> None:
+    def follow(self, batch: Seq[Chunk], hidden: Tensor | None, yields: Seq[Tokens]) -> None:
         """Computes its KV of the known tokens of a batch that the model has computed, unless it will do so later: `Sequence.drafted` says
-        how far it is. When a chunk of a prompt ends, it is there."""
+        how far it is. When a chunk of a prompt ends, it is there. `hidden` `[T, H]`: of all tokens of the batch, if it reads them;
+        `yields`: what each chunk yields."""
         ...
 
 
@@ -171,14 +182,15 @@ class ModelRunner:
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         """See `Runner.run`. Raises NonFiniteLogits if logits are not finite."""
         rows = [rows_of(chunk) for chunk in batch]
-        logits, best = self._logits(batch)
+        logits, best, hidden = self._logits(batch)
         told: list[Tokens] = [()] * len(batch)
         if any(chunk.scored for chunk in batch):
             logits, told = _scores(logits, batch)
         sampled = iter(sample(logits, list(chain.from_iterable(rows)), self.eos_token_ids, best, self.model.ops.draw))
+        yields = [tuple(next(sampled) for _ in own) for own in rows]
         if self.draft is not None:
-            self.draft.follow(batch)
-        return [(*scores, *(next(sampled) for _ in own)) for scores, own in zip(told, rows, strict=True)]
+            self.draft.follow(batch, hidden, yields)
+        return [(*scores, *tokens) for scores, tokens in zip(told, yields, strict=True)]
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
@@ -188,38 +200,41 @@ class ModelRunner:
     def run_logits(self, batch: Seq[Chunk]) -> Tensor:
         """Computes the batch; float32 logits `[R, vocab]`, a row for each of `Chunk.rows` in the batch's order, and for all positions of a
         chunk that scores."""
-        logits, best = self._logits(batch)
-        return logits if best is None else logits.clone()
+        computed = self._logits(batch)
+        return computed.logits if computed.best is None else computed.logits.clone()
 
-    def _logits(self, batch: Seq[Chunk]) -> tuple[Tensor, list[int] | None]:
+    def _logits(self, batch: Seq[Chunk]) -> Computed:
         """What `logits_of` finds for the parts of the batch."""
         return self.logits_of([part for chunk in batch for part in parts_of(chunk, self.takes_steps)])
 
-    def logits_of(self, parts: Seq[Part]) -> tuple[Tensor, list[int] | None]:
-        """Computes the parts. The logits of what they want, in their order, and what `sampler.greatest` finds in them if it is known. The
-        next step may overwrite them then."""
+    def logits_of(self, parts: Seq[Part]) -> Computed:
         if self._steps is not None and all(part.span.steps and part.wants == part.span.n for part in parts):
             tokens = list(chain.from_iterable(part.tokens for part in parts))
             if (found := self._steps.logits([part.span for part in parts], tokens)) is not None:
-                return found
-        return self._planned(parts, self.paged), None
+                return Computed(*found)
+        return self._planned(parts, self.paged)
 
     @torch.inference_mode()
-    def _planned(self, parts: Seq[Part], paged: PagedKv) -> Tensor:
+    def _planned(self, parts: Seq[Part], paged: PagedKv) -> Computed:
         order = batch_order([part.span for part in parts])
         meta = plan([parts[i].span for i in order], paged, self.model.config.attention)
         tokens: list[int] = []
-        wanted: dict[int, range] = {}  # part → rows
+        own: dict[int, range] = {}  # part → rows of the step
         for i in order:
+            own[i] = range(len(tokens), len(tokens) + len(parts[i].tokens))
             tokens += parts[i].tokens
-            wanted[i] = range(len(tokens) - parts[i].wants, len(tokens))
-        rows = [row for i in range(len(parts)) for row in wanted[i]]
+        rows = [row for i, part in enumerate(parts) for row in own[i][len(own[i]) - part.wants :]]
         more = more_rows = 0
         if self.model.ops.recurring:
             more, more_rows = rounded_up(len(tokens)) - len(tokens), rounded_up(len(rows)) - len(rows)
         positions = F.pad(meta.positions, (0, more)) if more else meta.positions
         padded, padded_rows = self._tensor(tokens + [0] * more), self._tensor(rows + rows[-1:] * more_rows)
-        return self.model.forward(padded, positions, PagedAttention(paged, meta), padded_rows)[: len(rows)]
+        attention = PagedAttention(paged, meta)
+        if self.draft is None or not self.draft.reads_hidden:
+            return Computed(self.model.forward(padded, positions, attention, padded_rows)[: len(rows)], None, None)
+        hidden = self.model.hidden(padded, positions, attention, None)
+        logits = self.model.logits(hidden[padded_rows])[: len(rows)]
+        return Computed(logits, None, hidden[self._tensor([row for i in range(len(parts)) for row in own[i]])])
 
     def _tensor(self, ids: list[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self.device)

@@ -7,6 +7,7 @@ from typing import Any
 
 from baton.engine.core.drafting import Chosen, Drafter, Paced
 from baton.engine.core.kvcache import DraftKv
+from baton.engine.core.lookahead import Lookahead
 from baton.engine.core.prediction import Prediction
 from baton.engine.core.prompt_lookup import PromptLookup
 from baton.engine.core.protocol import Runner
@@ -18,42 +19,63 @@ from baton.engine.measure_steps import step_line
 from baton.engine.options import Options
 
 log = logging.getLogger(__name__)
-DRAFT = "-draft"  # after the name of a model's folder: the folder of a draft that nobody names
+BESIDE = {"draft": "-draft", "heads": "-head"}  # method → after the name of a model's folder: the folder of a draft that nobody names
 
 
 def draft_folder(options: Options) -> Path:
-    """The model that drafts. Raises ValueError, which names the key, if nobody names one and none lies beside the model."""
-    if options.engine.draft_model is not None:
-        return Path(options.engine.draft_model)
-    beside = options.path.with_name(options.path.name + DRAFT)
-    if not (beside / "config.json").is_file():
-        raise ValueError(f"engine.draft_model: engine.speculation draft needs one; there is no {beside}")
-    return beside
+    """The model that drafts, or the head; or the model's own folder, if a head may be in there. Raises ValueError, which names the key, if
+    nobody names one and none lies beside the model."""
+    engine = options.engine
+    if engine.draft_model is not None:
+        return Path(engine.draft_model)
+    beside = options.path.with_name(options.path.name + BESIDE[engine.speculation])
+    if (beside / "config.json").is_file():
+        return beside
+    if engine.speculation == "heads" and _config(options.path).draft_layers:
+        return options.path
+    raise ValueError(f"engine.draft_model: engine.speculation {engine.speculation} needs one; there is no {beside}")
 
 
 def draft_kv(options: Options) -> DraftKv | None:
     """What the draft adds to a block, without its fingerprint: known without its weights. Raises ValueError as `draft_folder`."""
-    if options.engine.speculation != "draft":
+    if options.engine.speculation not in BESIDE:
         return None
-    from baton.engine.model.config_json import read_config
-
-    c = read_config(draft_folder(options))
-    return DraftKv("", options.model.dtype, c.layers, c.kv_heads, c.head_dim, c.kv_parts, c.kv_value_dim)
+    alone, folder = options.engine.speculation == "draft", draft_folder(options)
+    c = _config(folder if alone else options.path)
+    return DraftKv("", options.model.dtype, c.layers if alone else 1, c.kv_heads, c.head_dim, c.kv_parts, c.kv_value_dim)
 
 
 def pair(runner: Runner, options: Options) -> None:
-    """Loads the draft, and gives it a part of each block of `runner`, which has no pool yet. The options are settled.
+    """Loads the draft or the head, and gives it a part of each block of `runner`, which has no pool yet. The options are settled.
 
-    Raises ValueError, which names the key, for a draft that does not fit the model.
+    Raises ValueError, which names the key, for one that does not fit the model.
     """
+    from baton.engine.runner import ModelRunner
+
+    method = options.engine.speculation
+    if not isinstance(runner, ModelRunner):
+        raise ValueError(f"engine.speculation: {method}: the toy has none")
+    (_pair_draft if method == "draft" else _pair_head)(runner, options, draft_folder(options))
+
+
+def _pair_head(runner: Any, options: Options, folder: Path) -> None:
+    from baton.engine.head_drafter import HeadDrafter
+
+    try:
+        check_sums(folder)
+        drafter = HeadDrafter.load(runner, options.path, folder, options.engine.draft_dtype, options.engine.speculation_tokens)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"engine.draft_model: {error}") from None
+    runner.pair(drafter)
+
+
+def _pair_draft(runner: Any, options: Options, folder: Path) -> None:
     from baton.engine.choice import load
     from baton.engine.draft_model import DraftModel
     from baton.engine.model.config_json import read_config
     from baton.engine.runner import ModelRunner
 
-    if not isinstance(runner, ModelRunner):
-        raise ValueError("engine.speculation: draft: the toy has none")
-    folder, engine, longest = draft_folder(options), options.engine, options.model.max_model_len or runner.max_positions
+    engine, longest = options.engine, options.model.max_model_len or runner.max_positions
     try:
         check_sums(folder)
         config = read_config(folder)
@@ -84,15 +106,25 @@ def make_drafter(options: Options, runner: Runner) -> Drafter | None:
     match engine.speculation:
         case "prompt_lookup":
             methods["prompt_lookup"] = PromptLookup()
-        case "draft":
+        case "lookahead":
+            methods["lookahead"] = Lookahead()
+        case "draft" | "heads":
             from baton.engine.draft_model import DraftModel
+            from baton.engine.head_drafter import HeadDrafter
             from baton.engine.runner import ModelRunner
 
-            assert isinstance(runner, ModelRunner) and isinstance(runner.draft, DraftModel), "pair them first"
-            methods["draft"] = runner.draft
+            assert isinstance(runner, ModelRunner) and isinstance(runner.draft, DraftModel | HeadDrafter), "pair them first"
+            methods[engine.speculation] = runner.draft
             said["draft"] = runner.draft.measure(most).points
     if not methods:
         return None
     step = ASSUMED if engine.speculation == "none" or isinstance(runner, ToyRunner) else step_line(runner, most)
     log.info("how many guesses a step gets follows from: %s", json.dumps({"step": step.points, **said}))
     return Chosen({name: Paced(method, bound, step) for name, method in methods.items()}, engine.speculation, bound)
+
+
+def _config(folder: Path) -> Any:
+    """The `ModelConfig` of a folder; the toy's process does not load torch."""
+    from baton.engine.model.config_json import read_config
+
+    return read_config(folder)

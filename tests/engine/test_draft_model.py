@@ -150,7 +150,7 @@ def test_blocks_that_count_without_their_draft_are_found_out(monkeypatch: pytest
         made(self, *arguments[:-1])
 
     monkeypatch.setattr(Scheduler, "__init__", careless)
-    monkeypatch.setattr(DraftModel, "follow", lambda self, batch: None)
+    monkeypatch.setattr(DraftModel, "follow", lambda *given: None)
     engine = make(Sometimes())
     engine.add(seq := sequence("a", prompt()))
     finish(engine)

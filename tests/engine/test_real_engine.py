@@ -24,7 +24,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence, State
 from baton.engine.model.naive import generate, next_logits
-from baton.engine.runner import ModelRunner
+from baton.engine.runner import Computed, ModelRunner
 from baton.models.make_small import make
 
 BLOCK = 4
@@ -59,10 +59,10 @@ class Recorder(ModelRunner):
 
     seen: list[tuple[list[int], Tensor]]
 
-    def _logits(self, batch: Seq[Chunk]) -> tuple[Tensor, list[int] | None]:
-        logits, best = super()._logits(batch)
-        self.seen.append(([chunk.n for chunk in batch], logits.clone()))
-        return logits, best
+    def _logits(self, batch: Seq[Chunk]) -> Computed:
+        computed = super()._logits(batch)
+        self.seen.append(([chunk.n for chunk in batch], computed.logits.clone()))
+        return computed
 
     def decodes(self) -> list[Tensor]:
         return [logits for ns, logits in self.seen if set(ns) == {1}]

@@ -21,13 +21,13 @@ class DecodeSteps:
         self._model, self._paged = model, paged
         each = 2 + -(-model.config.max_positions // paged.block_size)  # numbers of the index for one token of a sequence
         self._index, self._tokens, self._best = (np.zeros(size, np.int64) for size in (MOST * each, MOST, MOST))
-        self._recordings: dict[int, Recording] = {}
+        self._recordings: dict[int, Recording[tuple[Tensor, Tensor]]] = {}
         self._arena = Arena()
         self._possible = True
 
-    def logits(self, spans: Seq[Span], tokens: Seq[int]) -> tuple[Tensor, list[int]] | None:
-        """Float32 logits of every token `[T, V]`, which the next step overwrites, and the `greatest` of each row. None: compute the step in
-        the usual way.
+    def logits(self, spans: Seq[Span], tokens: Seq[int]) -> tuple[Tensor, list[int], Tensor] | None:
+        """Float32 logits of every token `[T, V]`, the `greatest` of each row, and the hidden states `[T, H]`. The next step overwrites
+        them. None: compute the step in the usual way.
 
         A row has the bits that it would have if each token had a step of its own: drafts can be verified exactly.
         """
@@ -38,27 +38,28 @@ class DecodeSteps:
         self._index[: len(index)] = index
         self._tokens[:size] = tokens
         if (recording := self._recordings.get(size)) is not None:
-            logits = recording()
+            logits, hidden = recording()
         else:
             try:
                 recording = self._recordings[size] = self._recorded(spans)
             except Unrecordable:
                 self._possible = False
                 return None
-            logits = recording.result
-        return logits, self._best[:size].tolist()
+            logits, hidden = recording.result
+        return logits, self._best[:size].tolist(), hidden
 
     @torch.inference_mode()
-    def _recorded(self, spans: Seq[Span]) -> Recording:
+    def _recorded(self, spans: Seq[Span]) -> Recording[tuple[Tensor, Tensor]]:
         size, layers = sum(span.n for span in spans), self._model.config.attention
         index, tokens, best = (torch.from_numpy(each) for each in (self._index, self._tokens[:size], self._best[:size]))
         decodes, positions = Decodes(size, index, seen(spans)), index[:size]
         meta = Meta(positions, decodes, layers, index[:0], ((),) * len(layers), self._paged.scratch(0))
         attention = PagedAttention(self._paged, meta)
 
-        def compute() -> Tensor:
-            logits = self._model.forward(tokens, positions, attention, None)
+        def compute() -> tuple[Tensor, Tensor]:
+            hidden = self._model.hidden(tokens, positions, attention, None)
+            logits = self._model.logits(hidden)
             pointwise.greatest(logits, best)
-            return logits
+            return logits, hidden
 
         return Recording(compute, self._arena)

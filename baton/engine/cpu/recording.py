@@ -8,7 +8,7 @@ CUDA graphs do the same: `baton.engine.gpu.graphs`.)
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from baton.engine.cpu import kernel
 
 LINE = 64  # bytes of a cache line
 Bytes = npt.NDArray[np.uint8]
+Made = TypeVar("Made")
 
 
 class Unrecordable(RuntimeError):
@@ -74,16 +75,16 @@ class _Watch(TorchDispatchMode):
         raise Unrecordable(str(func))
 
 
-class Recording:
-    """`compute`'s kernel calls. Calling it repeats them, and returns the tensor that `compute` returned, with new contents."""
+class Recording(Generic[Made]):
+    """`compute`'s kernel calls. Calling it repeats them, and returns the tensors that `compute` returned, with new contents."""
 
-    def __init__(self, compute: Callable[[], Tensor], arena: Arena) -> None:
+    def __init__(self, compute: Callable[[], Made], arena: Arena) -> None:
         """Computes once. Raises Unrecordable."""
         with kernel.recorded() as calls, _Watch(arena):
             self.result = compute()
         self._arena = arena
         self._replay = kernel.repeated(calls)
 
-    def __call__(self) -> Tensor:
+    def __call__(self) -> Made:
         self._replay()
         return self.result

@@ -302,15 +302,28 @@ def _plan_longer(spans: Sequence[Span], first: int, paged: PagedKv, layers: Sequ
     if not paged.kernels:
         # Their scores are masked, but zero times NaN is NaN.
         paged.clear(*whole.tails())
-    blocks, offsets = whole.slots()
-    slots = paged.rows(blocks[:, None])[..., 0].transpose(1, 0, 2) * paged.block_size + offsets[:, None, None]  # [T', P, Hkv]
+    slots = _slots(whole, paged)
     kinds = {}
     for window, masked in {(layer.window, layer.softcap is not None) for layer in layers}:
         table = whole if window is None else _Table.of(spans, paged.block_size, window, CUT if paged.kernels else 1)
         kinds[window, masked] = tuple(_group(table, slice(*cut), first, paged, window, masked) for cut in _cuts(table, paged))
     groups = tuple(kinds[layer.window, layer.softcap is not None] for layer in layers)
     scratch = paged.scratch(0 if paged.kernels else max(len(group.gather) for kind in kinds.values() for group in kind))
-    return Meta(paged.tensor(whole.positions), None, tuple(layers), paged.tensor(slots.reshape(-1)), groups, scratch)
+    return Meta(paged.tensor(whole.positions), None, tuple(layers), slots, groups, scratch)
+
+
+def plan_store(spans: Sequence[Span], paged: PagedKv) -> tuple[Tensor, Tensor]:
+    """Positions `[T]` and slots `[T * P * Hkv]` (see `store`) of spans whose keys and values are only stored."""
+    table = _Table.of(spans, paged.block_size, None)
+    paged.wipe(_begun(spans, paged.block_size))
+    return paged.tensor(table.positions), _slots(table, paged)
+
+
+def _slots(table: "_Table", paged: PagedKv) -> Tensor:
+    """`[T * P * Hkv]` into a layer's slots."""
+    blocks, offsets = table.slots()
+    slots = paged.rows(blocks[:, None])[..., 0].transpose(1, 0, 2) * paged.block_size + offsets[:, None, None]  # [T, P, Hkv]
+    return paged.tensor(slots.reshape(-1))
 
 
 def _begun(spans: Sequence[Span], block_size: int) -> list[int]:

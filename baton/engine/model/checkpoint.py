@@ -4,7 +4,7 @@ tensors (safetensors), whose names, shapes and types are checked before any weig
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,7 +121,7 @@ class ModelConfig:
     packed: bool = False  # q, k and v are one tensor in the file, and so are gate and up
     latent: LatentConfig | None = None
     experts: ExpertConfig | None = None
-    draft_layers: int = 0  # layers after the model's own that predict further tokens; they are not read
+    draft_layers: int = 0  # layers after the model's own that predict further tokens; see `with_head`
 
     def experts_of(self, layer: int) -> ExpertConfig | None:
         """None if the layer has a single network."""
@@ -149,16 +149,47 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (c.vocab, c.hidden), "model.norm.weight": (c.hidden,)}
     if not c.tied:
         shapes["lm_head.weight"] = (c.vocab, c.hidden)
+    for i in range(c.layers):
+        shapes |= _layer(c, i)
+    return shapes
+
+
+def with_head(config: ModelConfig, intermediate: int | None = None) -> ModelConfig:
+    """The model with one layer more: that of a head which predicts further tokens (`baton.engine.model.head`). `intermediate`: of its
+    feed-forward network, if that is not as in other layers."""
+    c = config
+    experts = c.experts and replace(c.experts, layers=c.experts.layers | ({c.layers} if c.layers - 1 in c.experts.layers else set()))
+    return replace(
+        c,
+        layers=c.layers + 1,
+        ropes=(*c.ropes, c.ropes[-1]),
+        attention=(*c.attention, c.attention[-1]),
+        experts=experts,
+        intermediate=intermediate or c.intermediate,
+    )
+
+
+def head_tensors(config: ModelConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """Tensors of the head of a model `with_head`, with the names that DeepSeek-V3 gives them: those that must be there, and those that
+    else are the model's own."""
+    c, last = config, config.layers - 1
+    parts = {"enorm.weight": (c.hidden,), "hnorm.weight": (c.hidden,), "eh_proj.weight": (c.hidden, 2 * c.hidden)}
+    shared = {name: (c.vocab, c.hidden) for name in ("embed_tokens.weight", "shared_head.head.weight")}
+    return _layer(c, last) | _under(head_prefix(c), parts), _under(head_prefix(c), shared | {"shared_head.norm.weight": (c.hidden,)})
+
+
+def head_prefix(config: ModelConfig) -> str:
+    return f"model.layers.{config.layers - 1}"
+
+
+def _layer(c: ModelConfig, index: int) -> dict[str, Shape]:
     norms = ["input_layernorm", "post_attention_layernorm"]
     if c.post_norms:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    attention = _latent_attention(c, c.latent) if c.latent else _attention(c)
-    for i in range(c.layers):
-        experts = c.experts_of(i)
-        mlp = _mixture(c, experts) if experts else _mlp(c, c.intermediate, c.mlp_bias)
-        parts = {f"{name}.weight": (c.hidden,) for name in norms} | _under("self_attn", attention) | _under("mlp", mlp)
-        shapes |= _under(f"model.layers.{i}", parts)
-    return shapes
+    attention, experts = _latent_attention(c, c.latent) if c.latent else _attention(c), c.experts_of(index)
+    mlp = _mixture(c, experts) if experts else _mlp(c, c.intermediate, c.mlp_bias)
+    parts = {f"{name}.weight": (c.hidden,) for name in norms} | _under("self_attn", attention) | _under("mlp", mlp)
+    return _under(f"model.layers.{index}", parts)
 
 
 def _under(prefix: str, shapes: dict[str, Shape]) -> dict[str, Shape]:
@@ -223,17 +254,27 @@ class Checkpoint:
     """The weights of one folder. Opening it checks names, shapes and types. `tensor` maps the file anew each time, so that the bytes read
     count as this process's memory only while the tensor lives."""
 
-    def __init__(self, path: Path, config: ModelConfig) -> None:
-        """Raises CheckpointError for a missing, unexpected, misshapen or mistyped tensor and for a damaged file."""
+    def __init__(self, path: Path, config: ModelConfig, head: bool = False) -> None:
+        """`head`: only that of a model `with_head` is wanted, whether or not the model is in the same folder.
+
+        Raises CheckpointError for a missing, unexpected, misshapen or mistyped tensor and for a damaged file."""
         self._folder = path
         files = {file: _open(file) for file in _weight_files(path)}
         self._where = dict(place for file, opened in files.items() for place in _places(file, opened))
-        expected = expected_tensors(config)
+        if head:
+            self._where = {name: place for name, place in self._where.items() if name.startswith(f"{head_prefix(config)}.")}
+            expected, own = head_tensors(config)
+            expected |= {name: shape for name, shape in own.items() if name in self._where}
+        else:
+            expected = expected_tensors(config)
         self._check_names(expected, config)
         for name, shape in expected.items():
             _check_tensor(self._where[name], files[self._where[name].file], shape)
         if config.tied and "lm_head.weight" in self._where:
             self._check_tied()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
 
     def tensor(self, name: str) -> Tensor:
         """One of `expected_tensors`, on the CPU, in the file's dtype."""

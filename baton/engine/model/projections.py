@@ -44,14 +44,17 @@ class SelfAttention:
 
     def __call__(self, x: Tensor, rotation: Tensor, layer: int, attention: Attention) -> Tensor:
         """[T, H] → [T, H]."""
+        return self.out(attention(layer, *self.heads(x, rotation)))
+
+    def heads(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, H] → q [T, Hq, D], kv [T, 2, Hkv, D]."""
         c = self.config
         heads = self.qkv(x).view(x.shape[0], c.heads + 2 * c.kv_heads, c.head_dim)  # [T, Hq + 2 Hkv, D]
         qk = heads[:, : c.heads + c.kv_heads]
         if self.qk_norm is not None:
             self.ops.norm_heads_(qk, self.qk_norm, c.norm_eps)
         self.ops.rotate_(qk, rotation)
-        kv = heads[:, c.heads :].view(-1, 2, c.kv_heads, c.head_dim)  # [T, 2, Hkv, D]
-        return self.out(attention(layer, heads[:, : c.heads], kv))
+        return heads[:, : c.heads], heads[:, c.heads :].view(-1, 2, c.kv_heads, c.head_dim)
 
 
 class LatentAttention:
@@ -65,7 +68,7 @@ class LatentAttention:
     """
 
     def __init__(self, config: ModelConfig, latent: LatentConfig, weights: Weights, ops: Ops) -> None:
-        c, self.latent, self.ops, self.heads = config, latent, ops, config.heads
+        c, self.latent, self.ops, self.count = config, latent, ops, config.heads
 
         def paired(rows: Tensor, head: int) -> Tensor:
             """Puts the last rope_dim of each head's rows, which are rotated, in pairs if the file has them apart."""
@@ -90,13 +93,17 @@ class LatentAttention:
 
     def __call__(self, x: Tensor, rotation: Tensor, layer: int, attention: Attention) -> Tensor:
         """[T, H] → [T, H]."""
+        latents = attention(layer, *self.heads(x, rotation)).view(x.shape[0], self.count, self.latent.rank)
+        return self.out(self.value_up(latents).flatten(1))
+
+    def heads(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, H] → absorbed q [T, Hq, D], kv [T, 1, 1, D]."""
         norm = self.ops.add_rms_norm
         key = self.kv(x)  # [T, D]
         if self.q_down is not None and self.q_norm is not None:
             x = norm(self.q_down(x), None, self.q_norm, LATENT_EPS)
-        q = self.q(x).view(x.shape[0], self.heads, -1)  # [T, Hq, nope_dim + rope_dim]
+        q = self.q(x).view(x.shape[0], self.count, -1)  # [T, Hq, nope_dim + rope_dim]
         absorbed = self.key_up(q[..., : self.latent.nope_dim])  # [T, Hq, R]
         heads = self.ops.latent_heads(absorbed, q, key, self.kv_norm, LATENT_EPS)  # [T, Hq + 1, D]
         self.ops.rotate_(heads[..., self.latent.rank :], rotation)
-        latents = attention(layer, heads[:, :-1], heads[:, None, -1:]).view(x.shape[0], self.heads, self.latent.rank)
-        return self.out(self.value_up(latents).flatten(1))
+        return heads[:, :-1], heads[:, None, -1:]

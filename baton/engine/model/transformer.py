@@ -36,6 +36,14 @@ class Transformer:
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
         """Logits `[R, V]` in float32 of the tokens at `rows`, or of all; tokens and positions are `[T]` int64. Keys and values go to
         `attention`."""
+        return self.logits(self.hidden(tokens, positions, attention, rows))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[R, H]`, as `hidden` makes them → `[R, V]` in float32."""
+        return self.ops.logits(self.head(hidden), self.config.logit_softcap)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
+        """What `logits` are made of, after the last norm: `[R, H]`."""
         c, norm, eps = self.config, self.ops.add_rms_norm, self.config.norm_eps
         x = self.ops.embed(tokens, self.embedding, self.scale)  # [T, H]
         y: Tensor | None = None  # the output of the previous sublayer: the norm adds it to x
@@ -49,7 +57,7 @@ class Transformer:
             y = layer.mlp(norm(x, y, layer.norm2, eps))
             if layer.post_norm2 is not None:
                 y = norm(y, None, layer.post_norm2, eps)
-        return self.ops.logits(self.head(norm(x, y, self.norm, eps)), c.logit_softcap)
+        return norm(x, y, self.norm, eps)
 
 
 class Layer:

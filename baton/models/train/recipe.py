@@ -42,6 +42,16 @@ class Recipe:
     teacher: str = ""  # the model whose distribution is learned instead of the text's
 
 
+@dataclass(frozen=True, slots=True)
+class HeadRecipe:
+    """A head on the hidden states of `teacher` (`baton.models.train.head`)."""
+
+    name: str
+    teacher: str
+    inner: int  # width of its MLP; all else is as in a layer of the teacher
+    stage: Stage
+
+
 def _shape(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> Shape:
     return Shape(hidden, inner, layers, heads, kv_heads, VOCAB, CONTEXT, tied=True)
 
@@ -69,4 +79,9 @@ DRAFT = Recipe(
     {"texts": Stage(8_000_000, 5e-3, TEXTS), "tools": Stage(1_300_000, 2.5e-3, TOOLS)},
     teacher="tale",
 )
+MIXED = (
+    Phase(0.3, ((20, 0.2), (110, 0.8)), 2048, tools=0.2),
+    Phase(1.0, ((60, 0.2), (110, 0.4), (150, 0.3), (350, 0.1)), 2048, tools=0.3),
+)
+HEAD = HeadRecipe("tale-head", "tale", 256, Stage(400_000, 4e-3, MIXED))
 RECIPES = {recipe.name: recipe for recipe in (TALE, DRAFT)}

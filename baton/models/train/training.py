@@ -26,6 +26,7 @@ from baton.models.train.recipe import SEED, Recipe, Stage
 WARMUP = 0.026  # of a stage
 DECAY_FROM = 0.48  # of a stage; from there the rate falls to zero
 SAVE_EVERY_S = 120.0
+Loss = Callable[[nn.Module, Batch, str, nn.Module | None], Tensor]  # (model, batch, device, teacher) → what falls
 
 
 @dataclass(slots=True)
@@ -66,8 +67,9 @@ def train(
     folder: Path,
     on_round: Callable[[Run], None],
     teacher: nn.Module | None = None,
+    loss_of: Loss | None = None,
 ) -> None:
-    """Takes `model`, in float32, through `stage`, from the last state in `folder` if there is one."""
+    """Takes `model`, in float32, through `stage`, from the last state in `folder` if there is one. `loss_of`: `text_loss` if it is None."""
     keep_memory()
     device, tokens = next(model.parameters()).device.type, stage.tokens
     optimizers = _optimizers(model, stage)
@@ -80,7 +82,7 @@ def train(
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = stage.learning_rate * group["scale"] * rate(run.tokens / tokens)
-            loss = _loss(model, batch, device, teacher)
+            loss = (loss_of or text_loss)(model, batch, device, teacher)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
@@ -107,7 +109,7 @@ def rate(progress: float) -> float:
     return max(0.0, 0.5 + 0.5 * math.cos(math.pi * (progress - DECAY_FROM) / (1 - DECAY_FROM)))
 
 
-def _loss(model: nn.Module, batch: Batch, device: str, teacher: nn.Module | None) -> Tensor:
+def text_loss(model: nn.Module, batch: Batch, device: str, teacher: nn.Module | None) -> Tensor:
     """Weighted mean over the tokens: cross entropy with the text, or with the teacher's distribution."""
     ids, weights = batch.ids.to(device), batch.weights.to(device).flatten()
     with torch.autocast(device, torch.bfloat16):

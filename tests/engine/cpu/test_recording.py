@@ -95,8 +95,8 @@ def test_a_few_tokens_of_each_sequence_have_the_bits_of_a_step_for_each(family: 
         tokens = [token for seq, count in zip(seqs, counts, strict=True) for token in seq.tokens[seq.computed :][:count]]
         found = together._steps.logits(spans(seqs, counts), tokens)
         assert found is not None
-        (logits, best), row = found, 0
-        assert best == logits.argmax(dim=-1).tolist()
+        (logits, best, hidden), row = found, 0
+        assert best == logits.argmax(dim=-1).tolist() and torch.equal(together.model.logits(hidden), logits)
         for seq, count in zip(seqs, counts, strict=True):
             for _ in range(count):
                 one = alone._steps.logits(spans([seq], [1]), [seq.tokens[seq.computed]])

@@ -1,0 +1,226 @@
+"""A head guesses what plain torch says that it would guess: the one that ships, and DeepSeek's. Whatever it guesses, what is said stays."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
+
+from baton.cli.up import SHIPPED
+from baton.engine.choice import load_runner
+from baton.engine.core.drafting import Ask, Drafter
+from baton.engine.core.engine import Engine
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence
+from baton.engine.facts.fields import CheckpointError
+from baton.engine.head_drafter import HeadDrafter
+from baton.engine.runner import ModelRunner
+from baton.models.train.__main__ import export_head
+from baton.models.train.head import Head, new_head
+from baton.models.train.recipe import HEAD
+
+MOST = 4
+DEEPSEEK: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 199,
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "attn_implementation": "eager",
+}
+# (hidden states before the tokens [T, H], tokens [T]) → (those at them, as the head guesses, [T, H], logits of what follows [T, V])
+Naive = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random DeepSeek-V3 with a layer of multi-token prediction, whose names are those of the real files."""
+    torch.manual_seed(3)
+    folder, config = tmp_path_factory.mktemp("deepseek"), DeepseekV3Config(**DEEPSEEK)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, p in model.named_parameters():
+        if p.ndim > 1:
+            torch.nn.init.normal_(p, std=1.0 if "embed" in name else 2 / p.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
+    weights, layer = load_file(folder / "model.safetensors"), config.num_hidden_layers
+    copied = {name.replace("layers.2.", f"layers.{layer}."): w.flip(0).clone() for name, w in weights.items() if "layers.2." in name}
+    for name, size in {"enorm": 64, "hnorm": 64, "shared_head.norm": 64}.items():
+        copied[f"model.layers.{layer}.{name}.weight"] = torch.rand(size) + 0.5
+    copied[f"model.layers.{layer}.eh_proj.weight"] = torch.randn(64, 128) / 8
+    for name, same in {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}.items():
+        copied[f"model.layers.{layer}.{name}.weight"] = weights[f"{same}.weight"].clone()
+    save_file(weights | copied, folder / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_nextn_predict_layers": 1}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tale_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained head of tale."""
+    folder = tmp_path_factory.mktemp("tale-head")
+    export_head(new_head(HEAD, transformers_model(SHIPPED)), folder)
+    return folder
+
+
+def transformers_model(path: Path, **config: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **config).train(False)
+
+
+def naive_tale(model: Any, folder: Path) -> Naive:
+    head = Head(model, HEAD.inner)
+    prefix = f"model.layers.{head.after}."
+    head.load_state_dict({name.removeprefix(prefix): w.float() for name, w in load_file(folder / "model.safetensors").items()})
+
+    def compute(before: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        turns = model.model.rotary_emb(before[None], torch.arange(len(tokens))[None])
+        guessed = model.model.norm(head(model.model.embed_tokens(tokens)[None], before[None], turns, [])[0])
+        return guessed, model.lm_head(guessed)
+
+    return compute
+
+
+def naive_deepseek(model: Any, folder: Path) -> Naive:
+    c, prefix = model.config, f"model.layers.{model.config.num_hidden_layers}."
+    weights = {name.removeprefix(prefix): w for name, w in load_file(folder / "model.safetensors").items() if name.startswith(prefix)}
+    layer = transformers_model(folder, num_hidden_layers=c.num_hidden_layers + 1).model.layers[-1]
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        made = DeepseekV3RMSNorm(c.hidden_size, c.rms_norm_eps)
+        made.weight.data = weights[f"{name}.weight"]
+        return cast(Tensor, made(x))
+
+    def compute(before: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = norm("enorm", weights["embed_tokens.weight"][tokens])
+        x = (torch.cat((embedded, norm("hnorm", before)), dim=-1) @ weights["eh_proj.weight"].T)[None]
+        positions = torch.arange(len(tokens))[None]
+        mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
+        found = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=model.model.rotary_emb(x, positions))
+        guessed = norm("shared_head.norm", (found[0] if isinstance(found, tuple) else found)[0])
+        return guessed, guessed @ weights["shared_head.head.weight"].T
+
+    return compute
+
+
+@torch.inference_mode()
+def naive_guesses(model: Any, naive: Naive, tokens: list[int], count: int) -> list[int]:
+    states = torch.nn.functional.pad(model.model(input_ids=torch.tensor([tokens])).last_hidden_state[0], (0, 0, 1, 0))[: len(tokens)]
+    whole = list(tokens)
+    for _ in range(count):
+        guessed, logits = naive(states, torch.tensor(whole))
+        whole.append(int(logits[-1].argmax()))
+        states = torch.cat((states, guessed[-1:]))
+    return whole[len(tokens) :]
+
+
+def engine_of(runner: ModelRunner, drafter: Drafter | None, blocks: int = 60) -> Engine:
+    made = ModelRunner(runner.model, runner.layout, runner.device)
+    if isinstance(drafter, HeadDrafter):
+        made.pair(drafter)
+    made.attach(KvPool(made.layout, blocks))
+    return Engine(made, Limits(max_num_seqs=4, max_num_batched_tokens=24, reserve_growth=0.0), 160, drafter=drafter)
+
+
+def sequence(name: str, prompt: list[int], **params: Any) -> Sequence:
+    return Sequence(name, list(prompt), len(prompt), SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **params}), b"")
+
+
+class Once(HeadDrafter):
+    """Keeps what it guesses: (tokens that were known, guesses)."""
+
+    def propose(self, asks: Any) -> Any:
+        drafts = super().propose([Ask(ask.seq, min(ask.most, MOST)) for ask in asks])
+        self.kept = [*getattr(self, "kept", []), *((list(ask.seq.tokens), list(draft)) for ask, draft in zip(asks, drafts, strict=True))]
+        return drafts
+
+
+@pytest.mark.parametrize("family", ["tale", "deepseek"])
+def test_it_guesses_what_plain_torch_guesses(family: str, deepseek: Path, tale_head: Path) -> None:
+    """After a prompt in chunks, and after right and wrong guesses: so KV and states of every step are those of what became known."""
+    path, folder = (SHIPPED, tale_head) if family == "tale" else (deepseek, deepseek)
+    runner = load_runner(ModelRunner, path, products="baton")
+    drafter, rng = Once.load(runner, path, folder, "auto", 8), random.Random(1)
+    model = transformers_model(path)
+    naive = (naive_tale if family == "tale" else naive_deepseek)(model, folder)
+    engine = engine_of(runner, drafter)
+    for i, length in enumerate((3, 16, 40)):
+        engine.add(sequence(f"s{i}", [rng.randrange(5, 199) for _ in range(length)], max_tokens=14, temperature=0.0))
+    while not engine.idle:
+        engine.step()
+    same = [naive_guesses(model, naive, known, len(draft)) == draft for known, draft in drafter.kept]
+    assert len(same) > 10 and same.count(True) >= len(same) - 1, "two tokens may be nearly equally likely"
+    assert drafter.remembered == 0
+
+
+@pytest.mark.parametrize("family", ["tale", "deepseek"])
+def test_no_token_depends_on_it_nor_on_what_it_has_forgotten(family: str, deepseek: Path, tale_head: Path) -> None:
+    path, folder = (SHIPPED, tale_head) if family == "tale" else (deepseek, deepseek)
+    runner, said = load_runner(ModelRunner, path, products="baton"), {}
+    for forgets in (None, False, True):
+        drafter, rng = None if forgets is None else HeadDrafter.load(runner, path, folder, "auto", 8), random.Random(2)
+        engine = engine_of(runner, drafter, blocks=11)
+        for i in range(6):
+            prompt = [rng.randrange(5, 199) for _ in range(rng.randint(2, 40))]
+            engine.add(sequence(f"s{i}", prompt, temperature=0.7 * (i % 2), seed=i, logprobs=2))
+        found: dict[str, list[Any]] = {}
+        while not engine.idle:
+            for output in engine.step():
+                found.setdefault(output.seq.id, []).append(output.sampled)
+            if forgets and drafter is not None and rng.random() < 0.5:
+                for seq in engine.sequences.values():
+                    drafter.forget(seq)
+        said[forgets] = found
+        assert engine.counts.drafted_tokens > 50 or drafter is None
+    assert said[None] == said[False] == said[True] and len(said[None]) == 6
+
+
+def test_what_does_not_fit_is_refused_by_name(deepseek: Path, tale_head: Path, tmp_path: Path) -> None:
+    runner = load_runner(ModelRunner, SHIPPED, products="baton")
+    with pytest.raises(CheckpointError, match=r"config.json: architectures: must be \['BatonHead'\]"):
+        HeadDrafter.load(runner, SHIPPED, deepseek, "auto", 8)
+    weights = load_file(tale_head / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BatonHead"], "intermediate_size": 96}))
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"mlp.*shape \[256, 256\], config.json implies \[256, 96\]|implies \[96, 256\]"):
+        HeadDrafter.load(runner, SHIPPED, tmp_path, "auto", 8)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BatonHead"], "intermediate_size": 256}))
+    weights.pop("model.layers.4.eh_proj.weight")
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.layers.4.eh_proj.weight: missing"):
+        HeadDrafter.load(runner, SHIPPED, tmp_path, "auto", 8)
+    config = json.loads((deepseek / "config.json").read_text())
+    bare = tmp_path / "bare"
+    transformers_model(deepseek).save_pretrained(bare)
+    (bare / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"model.layers.3.*missing"):
+        HeadDrafter.load(load_runner(ModelRunner, bare, products="baton"), bare, bare, "auto", 8)
