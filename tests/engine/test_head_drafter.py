@@ -8,22 +8,27 @@ from typing import Any, cast
 
 import pytest
 import torch
+from host_pool import carry, on_host
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 
 from baton.cli.up import SHIPPED
+from baton.engine.build import BuildError, build, pool_bytes
 from baton.engine.choice import load_runner
-from baton.engine.core.drafting import Ask, Drafter
+from baton.engine.core.drafting import Ask, Drafter, Paced
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
-from baton.engine.core.sequence import Sequence
+from baton.engine.core.sequence import Sequence, State
 from baton.engine.facts.fields import CheckpointError
 from baton.engine.head_drafter import HeadDrafter
+from baton.engine.options import Options
 from baton.engine.runner import ModelRunner
+from baton.models.make_small import make_toy
 from baton.models.train.__main__ import export_head
 from baton.models.train.head import Head, new_head
 from baton.models.train.recipe import HEAD
@@ -204,6 +209,32 @@ def test_no_token_depends_on_it_nor_on_what_it_has_forgotten(family: str, deepse
     assert said[None] == said[False] == said[True] and len(said[None]) == 6
 
 
+def test_its_kv_is_handed_over_with_the_models(tale_head: Path) -> None:
+    """The state before the first token that the other computes is not: the slot of that token is a hole, and what is said stays."""
+    runner, prompt = load_runner(ModelRunner, SHIPPED, products="baton"), [7 * i % 190 + 5 for i in range(37)]
+    alone = engine_of(runner, None)
+    whole, held = sequence("a", prompt, seed=3), sequence("a", prompt, seed=3)
+    alone.add(whole)
+    while not alone.idle:
+        alone.step()
+    prefill, decode = (engine_of(runner, HeadDrafter.load(runner, SHIPPED, tale_head, "auto", 8)) for _ in range(2))
+    held.hold = True
+    prefill.add(held)
+    while held.state is not State.HELD:
+        prefill.step()
+    seq = Sequence("a", list(held.tokens), len(prompt), held.params, b"")
+    assert decode.reserve(seq)
+    carry(prefill.runner.pool, held.blocks[: len(seq.blocks)], decode.runner.pool, seq.blocks[: len(held.blocks)])
+    decode.arrive(seq, len(prompt))
+    decode.adopt(seq)
+    view = decode.runner.layout.views["draft"]
+    drafts = [on_host(e.runner.pool).array[s.blocks[1], view.offset :][: view.nbytes].copy() for e, s in ((prefill, held), (decode, seq))]
+    assert (drafts[0] == drafts[1]).all() and drafts[0].any()
+    while not decode.idle:
+        decode.step()
+    assert seq.tokens == whole.tokens and decode.counts.drafted_tokens > 10
+
+
 def test_what_does_not_fit_is_refused_by_name(deepseek: Path, tale_head: Path, tmp_path: Path) -> None:
     runner = load_runner(ModelRunner, SHIPPED, products="baton")
     with pytest.raises(CheckpointError, match=r"config.json: architectures: must be \['BatonHead'\]"):
@@ -224,3 +255,27 @@ def test_what_does_not_fit_is_refused_by_name(deepseek: Path, tale_head: Path, t
     (bare / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"model.layers.3.*missing"):
         HeadDrafter.load(load_runner(ModelRunner, bare, products="baton"), bare, bare, "auto", 8)
+
+
+def test_an_engine_has_the_head_that_the_options_name(tmp_path: Path) -> None:
+    """That beside the model; the pool has room for it. The head that ships is right more often than not."""
+    options = Options.of(SHIPPED, kv_memory_mib=8, max_model_len=256, products="baton", speculation="heads", speculation_tokens=1)
+    engine = build(options).engine
+    assert pool_bytes(options) == engine.runner.pool.nbytes
+    paced = engine.drafter
+    assert isinstance(paced, Paced) and isinstance(paced.drafter, HeadDrafter) and paced.drafter.seconds(1) > 0
+    engine.drafter = engine.scheduler._drafter = paced.drafter
+    prompt = Tokenizer.from_file(str(SHIPPED / "tokenizer.json")).encode("Once upon a time there was a little girl.").ids
+    engine.add(sequence("a", prompt, max_tokens=100, temperature=0.0))
+    while not engine.idle:
+        engine.step()
+    assert engine.counts.accepted_tokens > 0.5 * engine.counts.drafted_tokens > 20
+    make_toy(tmp_path / "toy")
+    for path, why in (
+        (tmp_path / "toy", "the toy has none"),
+        (SHIPPED.with_name("tale-draft"), "needs one; there is no .*tale-draft-head"),
+    ):
+        with pytest.raises(BuildError, match=f"engine\\..*{why}"):
+            build(options.but(path=str(path)))
+    with pytest.raises(BuildError, match=r"engine\.draft_model: needs engine\.speculation draft or heads"):
+        build(options.but(speculation="lookahead", draft_model="x"))

@@ -39,12 +39,13 @@ from baton.engine.core.toy import ToyRunner
 from baton.engine.draft_model import DraftModel
 from baton.engine.gpu.overlap import UNKNOWN
 from baton.engine.grammars.library import Vocabulary, compile_grammar
+from baton.engine.head_drafter import HeadDrafter
 from baton.engine.options import Options
 from baton.engine.runner import ModelRunner
 from baton.models.make_small import make_toy
 
 TOY = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}
-DRAFT = SHIPPED.with_name("tale-draft")
+DRAFT, HEAD = (SHIPPED.with_name(name) for name in ("tale-draft", "tale-head"))
 KINDS = ("engine", "overlap", "tale")
 METHODS: dict[str, Callable[[], Drafter]] = {
     "prompt_lookup": PromptLookup,
@@ -52,8 +53,9 @@ METHODS: dict[str, Callable[[], Drafter]] = {
     "paced": lambda: Paced(PromptLookup(), 8),
     "chosen": lambda: Chosen({"prediction": Paced(Prediction(), 8), "prompt_lookup": PromptLookup()}, "prompt_lookup", 8),
     "draft": lambda: Paced(draft_model(), 8),
+    "heads": lambda: Paced(head_drafter(), 8),
 }
-OF_A_MODEL = ("draft",)  # the toy has none
+OF_A_MODEL = ("draft", "heads")  # the toy has neither
 FORM = Grammar("regex", "(abba[a-c]){3,9}")
 WORDS = "The cat sat on the mat. The dog sat on the mat. The cat"
 STORY = "Once upon a time there was a little girl. One day the little girl"
@@ -83,6 +85,10 @@ def draft_model() -> DraftModel:
     return DraftModel(ModelRunner(made.model, made.layout, made.device), 8)
 
 
+def head_drafter() -> HeadDrafter:
+    return HeadDrafter.load(tale(), SHIPPED, HEAD, "auto", 8)
+
+
 @cache
 def vocabulary(kind: str, toy_folder: Path) -> Vocabulary:
     if kind == "tale":
@@ -101,7 +107,7 @@ def make(kind: str, drafter: Drafter | None, blocks: int = 200, caching: bool = 
     if kind == "overlap":
         return LateEngine(LateToy(blocks, TOY, 16), bounds, 160, caching, drafter)
     made: Any = ToyRunner(TOY, "toy", 16) if kind == "engine" else Watched(tale().model, tale().layout, tale().device)
-    if isinstance(drafter, Paced) and isinstance(drafter.drafter, DraftModel):
+    if isinstance(drafter, Paced) and isinstance(drafter.drafter, DraftModel | HeadDrafter):
         made.pair(drafter.drafter)
     made.attach(KvPool(made.layout, blocks))
     return Engine(made, bounds, 160, caching, drafter=drafter)
