@@ -59,6 +59,10 @@ class Drafter:
         """Name of the method that has made the last guesses for `seq`."""
         return self.name
 
+    def wants(self, rows: int) -> bool:
+        """Whether it may guess in a step with so many rows. If not, it is not asked."""
+        return True
+
     def seconds(self, sequences: int) -> float:
         """What it takes to guess one token for each of so many sequences."""
         return 0.0
@@ -100,6 +104,10 @@ class Paced(Drafter):
         """As if it were alone in the step."""
         return any(self._worth([Ask(seq, self.bound)])) and self.drafter.ready(seq)
 
+    def wants(self, rows: int) -> bool:
+        """Where not even a guess that is surely right is worth its row, as where a step is bound by computing, there is none."""
+        return any(allot([1.0], [1], rows, self._step, self.drafter.seconds(rows) / rows))
+
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
         drafts: list[Seq[int]] = [()] * len(asks)
         asked = {i: replace(asks[i], most=most) for i, most in enumerate(self._worth(asks)) if most}
@@ -126,9 +134,9 @@ class Paced(Drafter):
 
     def _worth(self, asks: Seq[Ask]) -> list[int]:
         """How many guesses each gets. One whose guesses were bad gets one from time to time, where a good one would be worth it."""
-        drafting = self.drafter.seconds(len(asks)) / max(1, len(asks))
-        if not asks or not any(allot([1.0], [1], asks[0].rows, self._step, drafting)):
+        if not asks or not self.wants(asks[0].rows):
             return [0] * len(asks)
+        drafting = self.drafter.seconds(len(asks)) / len(asks)
         paces = [self._paces.setdefault(ask.seq, Pace(self._usual)) for ask in asks]
         most = [min(ask.most, self.bound) for ask in asks]
         counts = allot([pace.acceptance for pace in paces], most, asks[0].rows, self._step, drafting)
@@ -163,6 +171,9 @@ class Chosen(Drafter):
             return self.bound if self._default in self._methods else 0
         return min(self.bound, self.bound if asked.max_tokens is None else asked.max_tokens) if self._names(seq) else 0
 
+    def wants(self, rows: int) -> bool:
+        return any(drafter.wants(rows) for drafter in self._methods.values())
+
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
         if all(ask.seq.params.speculation is UNASKED for ask in asks):  # nearly always, and a step of a small model is short
             return self._by_default(asks)
@@ -188,6 +199,9 @@ class Chosen(Drafter):
 
     def source(self, seq: Sequence) -> str:
         return self._sources.get(seq, self.name)
+
+    def study(self, seq: Sequence, drafts: Seq[int], sampled: Seq[Sampled]) -> None:
+        self._methods[self._sources[seq]].study(seq, drafts, sampled)
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         self._methods[self._sources[seq]].observe(seq, drafted, accepted)

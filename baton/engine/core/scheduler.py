@@ -307,6 +307,8 @@ class Scheduler:
         """Gives the decodes guesses out of what is left of the budget. Nobody loses a block for a guess."""
         rows = sum(chunk.n for chunk in plan.chunks)
         budget = min(budget, self.limits.speculation_batch_tokens - rows)
+        if rows == 0 or budget <= 0 or not drafter.wants(rows):
+            return
         asks: dict[int, Ask] = {}
         for i, chunk in enumerate(plan.chunks if budget > 0 else ()):
             most = min(budget, chunk.seq.remaining - 1, drafter.most(chunk.seq)) if self._guessable(chunk) else 0

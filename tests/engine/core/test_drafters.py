@@ -52,6 +52,7 @@ METHODS: dict[str, Callable[[], Drafter]] = {
     "lookahead": Lookahead,
     "paced": lambda: Paced(PromptLookup(), 8),
     "chosen": lambda: Chosen({"prediction": Paced(Prediction(), 8), "prompt_lookup": PromptLookup()}, "prompt_lookup", 8),
+    "lookahead by choice": lambda: Chosen({"lookahead": Lookahead()}, "lookahead", 8),
     "draft": lambda: Paced(draft_model(), 8),
     "heads": lambda: Paced(head_drafter(), 8),
 }
