@@ -19,7 +19,7 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import TypeVar
+from functools import partial
 
 from baton.clock import loop_time
 from baton.cluster.config_router import RouterConfig
@@ -27,31 +27,24 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import WorkerRecord
 from baton.engine.core.beams import Hypothesis
-from baton.engine.core.block_key import extend_keys, root_key
+from baton.engine.core.block_key import root_key
+from router.choosing import RECOVER_POLL_S, Choosing
 from router.conduct import Conduct
 from router.life import Life
 from router.live_decode import LiveDecode
 from router.outliers import Stride
 from router.poison import Poison
-from router.policy import TERMS, Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
+from router.policy import TERMS, Choice, Identity
 from router.prompt_lease import Joined, PromptLease, Started
 from router.request import NEAR_DEADLINE_S, Failure, Request, Scores, Tokens, emitted, too_late
 from router.request_log import RequestLog, name
 from router.served import ServedModel
-from router.turnstile import Turnstile
-from router.waiting_room import NoRoom, WaitingRoom, no_room
+from router.waiting_room import NoRoom
 from router.workers import Adopted, DecodeEvent, Died, Ended, FirstToken, Fork, Opened, Source, Workers
 
 log = logging.getLogger(__name__)
-RECOVER_POLL_S = 0.05
 # The decode worker failed, not the KV: the prefill worker's lease is still good.
 LEASE_STANDS = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING, Reason.SATURATED})
-CHOSEN_A_TURN = 8192  # keys of the prompts for which workers are chosen; a worker that is judged costs as much as KEYS_A_WORKER
-KEYS_A_WORKER = 8
-LONG_PROMPT = 4096  # tokens
-
-
-Found = TypeVar("Found", bound=Choice | Bypass)
 
 
 class Dispatcher:
@@ -68,17 +61,13 @@ class Dispatcher:
         self._workers = workers
         self._config = config
         self._clock = clock
-        self._terms = Terms(bypass_tokens=config.bypass_tokens, fetch_tokens=config.fetch_tokens, max_queue=max_queue)
         self._numbers = itertools.count(1)
         self._arrivals = itertools.count()
         self.conduct = Conduct(model, config, clock)
         self._poison = Poison()
         self._log = RequestLog(log)
-        self._turns = Turnstile(CHOSEN_A_TURN)
         self._life = Life(workers, config.hang_s)
-        self._room = WaitingRoom()
-        self._ranks = itertools.count()
-        self._members.listen(self._call)
+        self._choosing = Choosing(model, config, self.conduct, clock, max_queue)
 
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
         """Yields every token of the output once and in order. At the end, `request.finish` says why the output ended.
@@ -106,7 +95,7 @@ class Dispatcher:
         """Yields tokens until the request is finished or a failure costs it a retry. Raises BatonError if it cannot be retried."""
         lease = PromptLease()
         try:
-            choice = await self._choose_prefill(request, failed)
+            choice = await self._choosing.prefill(request, failed)
             if isinstance(choice, Choice):
                 first = await self._prefill(request, choice, failed, lease)
                 if request.params.beams is None:  # a search has its own
@@ -165,7 +154,7 @@ class Dispatcher:
         trace, theirs = request.trace, joined.leader.trace
         trace.follow(theirs)
         try:
-            async with aclosing(self._read(request, joined.started, joined.fork.events(), None, failed)) as events:
+            async with aclosing(self._read(request, joined.started, joined.fork.events, None, failed)) as events:
                 async for event in events:
                     if isinstance(event, tuple):
                         yield event
@@ -199,8 +188,8 @@ class Dispatcher:
             self._poison.begin(work, request, worker.name, worker.incarnation)
             uncached = len(request.tokens) - choice.overlap_blocks * worker.block_size
             members.start_prefill(work, worker.name, uncached)
-            self._model.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
-            await self._turn_to_send(request)
+            self._model.index.predict(worker.name, self._choosing.keys(request), self._clock() + self._config.predict_ttl_s)
+            await self._choosing.turn_to_send(request)
             began = self._clock()
             first = await self._first_token(request, choice, uncached, failed, lease)
             self.conduct.prefilled(worker, request, first, self._clock() - began)
@@ -237,9 +226,9 @@ class Dispatcher:
         raise BatonError(Reason.INTERNAL, "the prefill ended without a token")
 
     async def _start_live(self, request: Request, handle: bytes, failed: set[Identity], lease: PromptLease) -> None:
-        await self._turn(request)
-        choice = choose_decode(self._model, self._keys(request), request.longest_together, self._clock(), failed, self._terms, request.tie)
-        if not isinstance(choice, Choice) or choice.reason != "fits":
+        await self._choosing.turn(request)
+        choice = self._choosing.reader(request, failed)
+        if choice is None:
             return  # the lease waits for a decode worker with room
         lease.read(started := self._start(request, choice))
         started.live = LiveDecode(lambda first: self._open(request, started, handle, first))
@@ -265,7 +254,7 @@ class Dispatcher:
         """Counts a decode call in the view. The caller must end it there."""
         worker, work = self._members.record(choice.worker), self._work(request)
         request.trace.choices.append(("decode", choice.reason))
-        self._model.index.predict(worker.name, self._keys(request), self._clock() + self._config.predict_ttl_s)
+        self._model.index.predict(worker.name, self._choosing.keys(request), self._clock() + self._config.predict_ttl_s)
         # These come last: after an earlier failure there is nothing to undo.
         self._poison.begin(work, request, worker.name, worker.incarnation)
         self._members.start_decode(work, worker.name, request.longest)
@@ -273,20 +262,20 @@ class Dispatcher:
 
     async def _begin(
         self, request: Request, lease: PromptLease, failed: set[Identity]
-    ) -> tuple[Started, AsyncGenerator[DecodeEvent, None]]:
-        """A decode call, and its events: the live one, or a new one."""
+    ) -> tuple[Started, Callable[[], AsyncGenerator[DecodeEvent, None]]]:
+        """A decode call, and what yields its events: the live one, or a new one, which is sent then."""
         started, lease.reader = lease.reader, None
         if started is not None and started.live is not None:
-            return started, started.live.events()
-        started = self._start(request, await self._choose_decode(request, failed))
+            return started, started.live.events
+        started = self._start(request, await self._choosing.decode(request, failed))
         started.whole_prompt = not lease.handle and started.known == request.prompt_len + request.resumed
-        return started, self._open(request, started, lease.handle)
+        return started, partial(self._open, request, started, lease.handle)
 
     async def _read(
         self,
         request: Request,
         started: Started,
-        given: AsyncGenerator[DecodeEvent, None],
+        given: Callable[[], AsyncGenerator[DecodeEvent, None]],
         holder: WorkerRecord | None,
         failed: set[Identity],
     ) -> AsyncGenerator[Tokens | Adopted, None]:
@@ -298,8 +287,8 @@ class Dispatcher:
         stride, found = Stride(), list[Hypothesis]()
         try:
             if started.live is None:
-                await self._turn_to_send(request)
-            async with aclosing(given) as events:
+                await self._choosing.turn_to_send(request)
+            async with aclosing(given()) as events:
                 async for event in events:
                     if isinstance(event, Hypothesis):
                         found.append(event)
@@ -380,82 +369,12 @@ class Dispatcher:
         if found:
             request.trace.note_token()
 
-    async def _choose_prefill(self, request: Request, failed: set[Identity]) -> Choice | Bypass:
-        def choose() -> Choice | Bypass | NoWorker | Saturated:
-            keys, now = self._keys(request), self._clock()
-            longest = request.longest_together
-            found = choose_prefill(self._model, keys, len(request.tokens), longest, now, failed, self._terms, request.tie)
-            return Bypass("prompt_logprobs") if request.unscored and isinstance(found, Choice) else found
-
-        return await self._chosen(request, failed, choose, begun=False)
-
-    async def _choose_decode(self, request: Request, failed: set[Identity]) -> Choice:
-        def choose() -> Choice | NoWorker | Saturated:
-            keys, now = self._keys(request), self._clock()
-            return choose_decode(self._model, keys, request.longest_together, now, failed, self._terms, request.tie) or NoWorker()
-
-        return await self._chosen(request, failed, choose, begun=True)
-
-    async def _chosen(
-        self, request: Request, failed: set[Identity], choose: Callable[[], Found | NoWorker | Saturated], begun: bool
-    ) -> Found:
-        """Waits in line for a decode worker with room. Those whose prompt is computed (`begun`) go first: they hold blocks of a prefill
-        worker. Among the others priority decides, then arrival. Admission bounds how many wait.
-
-        Raises DEADLINE, and SATURATED after `router.queue_timeout_s`.
-        """
-        until = self._clock() + self._config.queue_timeout_s
-        with self._room.enter((not begun, request.priority, request.arrival, next(self._ranks))) as place:
-            while True:
-                if self._model.decode_workers() and not await place.called(min(request.deadline, until) - self._clock()):
-                    raise no_room(request, self._clock(), self._config.queue_timeout_s)
-                await self._turn(request)
-                found = choose()
-                if isinstance(found, NoWorker):
-                    await self._wait_for_workers(request, failed)
-                    place.call()
-                elif isinstance(found, Saturated):
-                    place.wait_on(let_pass=bool(failed))
-                else:
-                    request.trace.put_aside |= self.conduct.aside
-                    return found
-
-    def _call(self) -> None:
-        self._room.call(everybody=not self._model.decode_workers())
-
-    async def _turn(self, request: Request) -> None:
-        """Waits until the work for the request's keys fits into a turn of the event loop: all streams of a worker may fail at once."""
-        served = self._model.served
-        keys = len(request.tokens) // served.block_size if served else 0
-        await self._turns.enter(keys + KEYS_A_WORKER * len(self._model.decode_workers()))
-
-    async def _turn_to_send(self, request: Request) -> None:
-        """To put a long prompt into a message takes as long as to choose a worker for it: they share no turn."""
-        if len(request.tokens) > LONG_PROMPT:
-            await self._turn(request)
-
-    async def _wait_for_workers(self, request: Request, failed: set[Identity]) -> None:
-        """Returns when there is a decode worker. A new request is refused immediately; a request that has begun waits for one to appear."""
-        if self._model.decode_workers() and not failed:
-            return
-        if request.trace.retries == 0 and not request.output_len:
-            raise BatonError(Reason.NO_WORKER, "no decode worker is ready")
-        until = self._clock() + self._config.recover_wait_s
-        failed.clear()  # a worker that failed once is better than none
-        while not self._model.decode_workers():
-            now = self._clock()
-            if now >= request.deadline:
-                raise too_late(request, "while no decode worker was available")
-            if now >= until:
-                raise BatonError(Reason.RETRIES_SPENT, "no decode worker came back", metadata=emitted(request))
-            await asyncio.sleep(RECOVER_POLL_S)
-
     async def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[Identity], work: str) -> None:
         """Raises BatonError(POISONOUS) if the request killed the worker."""
         failed.add((worker.name, worker.incarnation))
         request.trace.failures.append(Failure(request.trace.watch.clock(), worker.name, error.reason.name))
         dead = isinstance(error, Died) and not await self._life.confirmed(worker)
-        await self._turn(request)
+        await self._choosing.turn(request)
         self._model.index.retract(worker.name, request.keys)
         if dead and self._poison.died(work):
             parents, block_size, prompt = self._prompt(request)
@@ -478,7 +397,7 @@ class Dispatcher:
         """Returns the root key and the keys of the prompt's full blocks, the block size in tokens, and the prompt."""
         served = self._model.served
         assert served is not None
-        keys, full = self._keys(request), request.prompt_len // served.block_size
+        keys, full = self._choosing.keys(request), request.prompt_len // served.block_size
         return [root_key(served.model_fingerprint, request.salt), *keys[:full]], served.block_size, request.tokens[: request.prompt_len]
 
     def _spend_retry(self, request: Request, error: BatonError) -> None:
@@ -503,23 +422,6 @@ class Dispatcher:
     def _work(self, request: Request) -> str:
         """Names one stretch of work in the view: callers may give two requests the same id."""
         return f"{request.id}#{next(self._numbers)}"
-
-    def _keys(self, request: Request) -> list[bytes]:
-        """Returns the block keys of all tokens so far; empty until a worker reports which model it serves.
-
-        Raises BatonError(RETRIES_SPENT) if that is not the model that began the output.
-        """
-        served = self._model.served
-        if served is None:
-            return []
-        if request.model not in (None, served.model_fingerprint):
-            if request.output_len:
-                raise BatonError(Reason.RETRIES_SPENT, "the cluster serves another model now", metadata=emitted(request))
-            request.keys.clear()
-        request.model = served.model_fingerprint
-        root = root_key(served.model_fingerprint, request.salt)
-        extend_keys(request.keys, root, request.tokens, served.block_size, request.prompt_len)
-        return request.keys
 
     def _remaining(self, request: Request) -> float:
         return max(0.001, request.deadline - self._clock())

@@ -371,8 +371,10 @@ def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool,
             raise bad_value("output_so_far", ONE_CHOICE)
         prompts = [replace(prompts[0], output_so_far=tuple(given.output_so_far))]
     asked = asked_of(given, prompts, caller, n=n, names=names | forms.called(given) | {"output_so_far.ids": "output_so_far"})
+    if beams is not None:  # one search has them all
+        asked = replace(asked, beams=True, asks=tuple(replace(ask, n=1, best_of=None) for ask in asked.asks))
     asked = replace(asked, chat=chat, token_ids=bool(given.return_token_ids), sampling=bool(given.return_sampling))
-    return replace(asked, beams=beams is not None, prompt_logprobs=given.prompt_logprobs)
+    return replace(asked, prompt_logprobs=given.prompt_logprobs)
 
 
 def _beams(given: Generation, n: int) -> Beams | None:

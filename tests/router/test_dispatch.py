@@ -18,7 +18,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Load, WorkerRecord
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.toy import naive
-from router import dispatch
+from router import choosing, dispatch
 from router.dispatch import Dispatcher
 from router.policy import choose_prefill
 from router.request import Request, Stopwatch, Trace
@@ -134,15 +134,15 @@ async def test_the_decode_worker_scores_the_prompt_and_a_retry_tells_nothing_twi
 async def test_choices_of_many_requests_are_spread_over_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """All streams of a worker fail at once, and each choice walks the keys of a prompt."""
     work = TurnWork()
-    monkeypatch.setattr(dispatch, "CHOSEN_A_TURN", 100)
+    monkeypatch.setattr(choosing, "CHOSEN_A_TURN", 100)
     for choose in ("choose_prefill", "choose_decode"):
-        monkeypatch.setattr(dispatch, choose, work.counted(getattr(dispatch, choose)))
+        monkeypatch.setattr(choosing, choose, work.counted(getattr(choosing, choose)))
     world = World("p0 d0 d1")
     fail(world, "d0", tokens=3, times=50)
     with work.watched():
         done = await asyncio.gather(*(world.serve(world.request(name=f"r{i}")) for i in range(50)))
     assert all(seen == truth(request) for request, seen in done) and sum(request.trace.retries for request, _ in done) > 5
-    assert 1 < work.most <= 100 // (2 + dispatch.KEYS_A_WORKER)
+    assert 1 < work.most <= 100 // (2 + choosing.KEYS_A_WORKER)
     world.check()
 
 
@@ -151,8 +151,8 @@ async def test_a_long_prompt_is_not_sent_in_the_turn_in_which_its_worker_is_chos
     most = {}
     for long_prompt in (39, 41):  # of 40 tokens
         work = TurnWork()
-        monkeypatch.setattr(dispatch, "CHOSEN_A_TURN", 1)
-        monkeypatch.setattr(dispatch, "LONG_PROMPT", long_prompt)
+        monkeypatch.setattr(choosing, "CHOSEN_A_TURN", 1)
+        monkeypatch.setattr(choosing, "LONG_PROMPT", long_prompt)
         world = World("p0 d0")
         index = world.view.models[MODEL].index
         monkeypatch.setattr(index, "predict", work.counted(index.predict))
@@ -557,7 +557,7 @@ async def test_of_a_thousand_who_wait_only_the_first_looks_and_only_when_somethi
         looks += 1
         return choose_prefill(*arguments)
 
-    monkeypatch.setattr(dispatch, "choose_prefill", counted)
+    monkeypatch.setattr(choosing, "choose_prefill", counted)
     world = World()
     world.view.update([record("p0"), record("d0", load=FULL)], 1.0)
     serving = [asyncio.create_task(world.serve()) for _ in range(1000)]
@@ -782,7 +782,7 @@ async def test_the_prefill_worker_is_told_which_worker_caches_most_of_the_prompt
 @pytest.mark.parametrize("make", WORLDS)
 async def test_a_request_can_be_cancelled_at_every_await(make: Callable[[], World], monkeypatch: pytest.MonkeyPatch) -> None:
     """The task is cancelled after 0, 1, 2, … turns of the event loop, until it finishes first."""
-    monkeypatch.setattr(dispatch, "RECOVER_POLL_S", 0)
+    monkeypatch.setattr(choosing, "RECOVER_POLL_S", 0)
     cancelled = 0
     for turns in itertools.count():
         world = make()
@@ -874,7 +874,7 @@ async def test_cancelling_while_waiting_for_workers_releases_the_lease() -> None
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_random_faults_never_change_a_stream(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "RECOVER_POLL_S", 0.001)
+    monkeypatch.setattr(choosing, "RECOVER_POLL_S", 0.001)
     rng = random.Random(seed)
     reasons = [reason for reason in Reason if reason.value.retry_elsewhere]
     world = World("p0 p1 d0 d1 d2", RouterConfig(bypass_tokens=8, recover_wait_s=0.05, max_retries=4))
