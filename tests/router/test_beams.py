@@ -222,7 +222,7 @@ def test_http_reads_vllms_names() -> None:
     assert [ask.beams for ask in chat(talk, Caller("r")).asks] == [Beams(3, 3)]
     several = completion(body(prompt=["a", "b"]), Caller("r"))
     assert [ask.text for ask in several.asks] == ["a", "b"]
-    assert several.names_of(1)["text"] == "prompt[1]" and completion(body(), Caller("r")).names_of(0)["text"] == "prompt"
+    assert several.names_of(several.n)["text"] == "prompt[1]" and completion(body(), Caller("r")).names_of(0)["text"] == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,8 @@ async def test_http_tells_a_choice_for_each_answer_and_the_prompt_once(tokenizer
     writer = Writer(asked, tokenizer, "r", "m")
     for i, ask in enumerate(asked.asks):
         for event in await events_of(House(tokenizer, Finder()), ask):
-            writer.take(i, event)  # type: ignore[arg-type]
+            for choice in range(asked.n) if isinstance(event, Accepted) else (event.choice,):  # as the door does
+                writer.take(i * asked.n + choice, event)  # type: ignore[arg-type]
     answer = json.loads(b"".join(writer.whole()))
     told = [(one["index"], one["text"], one["token_ids"], one["finish_reason"], one["score"]) for one in answer["choices"]]
     assert told[:2] == [(0, "hi", [104, 105, 256], "stop", -0.5), (1, "h\N{REPLACEMENT CHARACTER}", [104, 0xC3], "length", -0.75)]
