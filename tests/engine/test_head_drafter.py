@@ -18,6 +18,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNo
 from baton.cli.up import SHIPPED
 from baton.engine.build import BuildError, build, pool_bytes
 from baton.engine.choice import load_runner
+from baton.engine.core.beams import Beams
 from baton.engine.core.drafting import Ask, Drafter, Paced
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
@@ -233,6 +234,22 @@ def test_its_kv_is_handed_over_with_the_models(tale_head: Path) -> None:
     while not decode.idle:
         decode.step()
     assert seq.tokens == whole.tokens and decode.counts.drafted_tokens > 10
+
+
+def test_a_search_finds_the_same_and_nothing_of_its_beams_is_remembered(tale_head: Path) -> None:
+    """Also when it is preempted; beside it runs a sequence that is guessed for."""
+    runner, said = load_runner(ModelRunner, SHIPPED, products="baton"), []
+    for drafter in (None, HeadDrafter.load(runner, SHIPPED, tale_head, "auto", 8)):
+        engine = engine_of(runner, drafter, blocks=11)
+        engine.add(sequence("plain", [9 + i for i in range(44)], temperature=0.0, max_tokens=110))
+        search = sequence("search", [5 + i for i in range(30)], max_tokens=34, beams=Beams(3, 3))
+        engine.add(search)
+        found = []
+        while not engine.idle:
+            found += [[one.tokens for one in output.found] for output in engine.step() if output.found]
+        said.append((found, search.preemptions > 0))
+        assert drafter is None or drafter.remembered == 0
+    assert said[0] == said[1] and len(said[0][0][0]) == 3 and said[0][1]
 
 
 def test_what_does_not_fit_is_refused_by_name(deepseek: Path, tale_head: Path, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ class Engine:
         self.scheduler = Scheduler(self.pool, limits, self.block_size, separates, drafter, draft_kv)
         self.drafter = Drafter() if drafter is None else drafter
         self.sequences: dict[str, Sequence] = {}
-        self.groups = Groups(lambda: self.scheduler, runner, self.sequences)
+        self.groups = Groups(lambda: self.scheduler, runner, self.sequences, lambda beam: self.drafter.forget(beam))
         self.counts = Counts()
         if max_len > self.pool.num_blocks * self.block_size:
             raise ValueError(f"max_len {max_len} does not fit the pool of {self.pool.num_blocks} blocks of {self.block_size} tokens")

@@ -33,8 +33,11 @@ class Group:
 
 
 class Groups:
-    def __init__(self, scheduler: Callable[[], Scheduler], runner: Runner, sequences: dict[str, Sequence]) -> None:
-        """`sequences`: those of the engine, by id; beams are among them while they run."""
+    def __init__(
+        self, scheduler: Callable[[], Scheduler], runner: Runner, sequences: dict[str, Sequence], forget: Callable[[Sequence], None]
+    ) -> None:
+        """`sequences`: those of the engine, by id; beams are among them while they run. `forget`: what drafts may remember of a beam."""
+        self._forget = forget
         self._scheduler = scheduler
         self._runner = runner
         self._sequences = sequences
@@ -164,5 +167,6 @@ class Groups:
     def _drop(self, beam: Sequence) -> None:
         """In any state: it may wait for its first blocks, or have been preempted."""
         self._sequences.pop(beam.id, None)
+        self._forget(beam)
         if beam.state is State.RUNNING:
             self._scheduler().drop(beam)
