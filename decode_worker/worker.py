@@ -86,20 +86,19 @@ class DecodeWorker:
         """Serves a call that begins with another one. If that one leaves before, the engine computes the prompt for this one."""
 
         async def place() -> None:
-            await ahead.settled.wait()
+            try:
+                await ahead.settled.wait()
+            finally:  # at once: a call that is leaving is not placed with the others
+                if left := call.seq in ahead.forks:
+                    ahead.forks.remove(call.seq)
             if ahead.refusal is not None:
                 raise ahead.refusal
-            if call.seq in ahead.forks:
-                ahead.forks.remove(call.seq)
+            if left:
                 await self.engine.add(call.seq)
 
         call.forked = True
         ahead.forks.append(call.seq)
-        try:
-            await self._last(call, timeout_s, place)
-        finally:
-            if call.seq in ahead.forks:
-                ahead.forks.remove(call.seq)
+        await self._last(call, timeout_s, place)
 
     async def _last(self, call: Call, timeout_s: float, place: Callable[[], Awaitable[None]]) -> None:
         """Places the call, and returns when it is over."""

@@ -159,6 +159,31 @@ async def test_an_answer_that_nobody_wants_ends_alone(when: str, left: int) -> N
             p.prefill.port.exporter.release(first.handle, "r")
 
 
+async def test_an_answer_that_is_leaving_is_given_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine may take its time to say that it holds nothing of it, and the others are placed meanwhile."""
+    async with pair() as p, talking(p) as talk:
+        first = await p.hand_over(params=params(0))
+        assert first.handle is not None
+        reached, gate = p.wire.hang("piece")
+        leaving, left, withdraw = asyncio.Event(), asyncio.Event(), p.decode.port.withdraw
+
+        async def slow(*given: Any) -> None:
+            await withdraw(*given)
+            leaving.set()
+            await left.wait()
+
+        monkeypatch.setattr(p.decode.port, "withdraw", slow)
+        talk.commands.put_nowait([start([*PROMPT, first.sampled.token], [1, 2], handle=pack_handle(first.handle))])
+        await asyncio.wait_for(reached.wait(), 30)
+        talk.commands.put_nowait([pb.DecodeCommand(call_id=11, cancel=pb.CallCancel())])
+        await asyncio.wait_for(leaving.wait(), 30)
+        gate.set()
+        await talk.ended(0, 2)
+        left.set()
+        assert [first.sampled.token, *talk.tokens(0)] == answer(0) and talk.tokens(2) == answer(2)
+        assert p.engines[1].counts.forks == 1 and not talk.events[10][0].adopted.handoff.failure
+
+
 @pytest.mark.parametrize(
     "wrong, reason",
     [
