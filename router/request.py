@@ -131,7 +131,10 @@ class Trace:
 
 
 def name_the_stage(error: BatonError, trace: Trace) -> None:
-    """Adds to a DEADLINE where the request was when its time ran out, and how it was spent. The trace's watch must have been stopped."""
+    """Adds to a DEADLINE where the request was when its time ran out, and how it was spent, unless it says that of another choice. The
+    trace's watch must have been stopped."""
+    if "stage" in error.metadata:
+        return
     last, seconds = trace.watch.laps[-1], trace.watch.seconds
     stage = trace.step if last.stage == "queue" and trace.step else last.stage
     place = f" at {last.worker}" if last.worker else ""

@@ -15,6 +15,7 @@ from baton.cluster.metrics import Book
 from baton.cluster.otel import OtelTracer
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.sampling import SamplingParams
+from router.choices import siblings
 from router.curves import STEP_S
 from router.journal import Entry, Journal
 from router.request import Failure, Request
@@ -325,6 +326,17 @@ def test_a_deadline_names_the_stage_that_spent_it() -> None:
     )
     spent = {"queue_s": "0.500", "prefill_s": "4.000", "transfer_s": "0.000", "decode_s": "0.250"}
     assert error.metadata == {"tokens_emitted": "3", "stage": "decode", **spent}
+
+
+async def test_a_deadline_of_several_choices_names_a_stage_once() -> None:
+    """A message with a part for each would not fit into the trailers."""
+    desk, error = Desk(keep=200), BatonError(Reason.DEADLINE, "over")
+    with pytest.raises(BatonError), desk.open() as entry:
+        others = siblings(desk.request(entry), "r", 100)
+        with desk.journal.shared(entry, "", "", others):
+            raise error
+    assert str(error).count("it ended in") == 1
+    assert [record.reason for record in desk.journal.last(200)] == ["DEADLINE"] * 100
 
 
 def test_a_deadline_before_dispatch_names_the_step_that_was_reached() -> None:
