@@ -219,7 +219,8 @@ class Writer:
         together would delay others. Raises HttpError for an answer that is too long."""
         choice = self._choices[index]
         if isinstance(event, Scores):
-            self._size += self._prompts[index // self._asked.n].take(event, self._asked, self._tokenizer)
+            told = 1 if self._asked.chat else self._asked.n  # times
+            self._size += told * self._scored(index).take(event, self._asked, self._tokenizer)
         elif isinstance(event, Found):
             choice.texts.append(event.text)
             choice.ids += event.token_ids
@@ -341,6 +342,7 @@ class Writer:
                     self._prompts[number] = PromptOut.of(self._asked, self._asked.asks[number], self._tokenizer)
                 prompt = self._prompts[number]
                 choice.texts += [prompt.text] if prompt.text else []
+                self._size += len(prompt.text)
                 choice.completion_tokens, choice.length = event.output_tokens, event.shown + len(prompt.text)
                 if self._asked.sampling:
                     choice.sampling = {"sampling": in_force(event)}

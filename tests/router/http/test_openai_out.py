@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from baton.engine.core.sampling import SamplingParams
 from router.events import Accepted, Finished, Part, Piece
+from router.http.errors import HttpError
 from router.http.openai_in import Asked
 from router.http.openai_out import Writer
 from router.http.prompt_out import token_text
-from router.request import Request, Stopwatch, Token, Trace
+from router.request import PromptToken, Request, Scores, Stopwatch, Token, Trace
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 
@@ -204,3 +205,42 @@ def _tokenizer(folders: pytest.TempPathFactory) -> Tokenizer:
     if "toy" not in _MADE:
         _MADE["toy"] = toy_tokenizer(Path(folders.mktemp("toy")))
     return _MADE["toy"]
+
+
+def scored(ids: list[int]) -> Scores:
+    best = ((98, -0.25), (97, -1.5))
+    return Scores(tuple(PromptToken(i, id_, -1.5 if i else None, 2 if i else 0, best if i else ()) for i, id_ in enumerate(ids)))
+
+
+def echoing(tokenizer: Tokenizer, n: int, **more: Any) -> Writer:
+    ask = Ask(text="ab", sampling=AskSampling(logprobs=1), n=n)
+    return Writer(Asked((ask,), n, echoes=True, echoed_logprobs=1, **more), tokenizer, "r", "m", clock=lambda: 1.0)
+
+
+def test_each_choice_begins_with_the_prompt_that_was_scored_once(tokenizer: Tokenizer) -> None:
+    writer = echoing(tokenizer, 2, prompt_logprobs=0)
+    for index in range(2):
+        writer.take(index, Accepted("r", "m", 2, SamplingParams(2)))
+    writer.take(0, scored([97, 98]))
+    for index in range(2):
+        writer.take(index, Piece(0, Token(99 + index, -1.0), "cd"[index]))
+    choices = json.loads(b"".join(writer.whole()))["choices"]
+    assert [choice["text"] for choice in choices] == ["abc", "abd"]
+    for choice, said in zip(choices, "cd", strict=True):
+        assert choice["prompt_logprobs"] == [None, {"98": {"logprob": -1.5, "rank": 2, "decoded_token": "b"}}]
+        assert choice["logprobs"]["tokens"] == ["a", "b", said] and choice["logprobs"]["text_offset"] == [0, 1, 2]
+        assert choice["logprobs"]["token_logprobs"] == [None, -1.5, -1.0]
+
+
+def test_what_is_told_with_every_choice_counts_as_often(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of a whole answer is bounded, and each choice repeats the prompt and what is said of it."""
+    for n in (1, 40):
+        writer = echoing(tokenizer, n)
+        for index in range(n):
+            writer.take(index, Accepted("r", "m", 2, SamplingParams(2)))
+        writer.take(0, scored([97, 98] * 10))
+        size = len(b"".join(writer.whole()))
+        monkeypatch.setattr("router.http.openai_out.MAX_WHOLE_BYTES", size // 3)
+        with pytest.raises(HttpError, match="stream: must be true"):
+            writer.take(0, Piece(0, Token(99, -1.0), "c"))
+        monkeypatch.undo()
