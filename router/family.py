@@ -33,9 +33,8 @@ class Family(Generic[M, C]):
         """Waits until a member can begin. None: it leads."""
         if place == self.leader:
             return None
-        call = await self._turns[place]
-        del self._turns[place]
-        return call
+        await asyncio.wait((self._turns[place],))  # who no longer waits does not cancel it: the leader may not know yet
+        return self._turns.pop(place).result()
 
     def join(self, place: int, call: C) -> None:
         """The leader's call begins, and this one with it."""

@@ -133,6 +133,18 @@ async def test_who_never_took_its_call_gives_it_back() -> None:
     assert await family.turn(2) is None
 
 
+async def test_a_call_may_begin_for_one_that_no_longer_waits() -> None:
+    """Its deadline has passed, and its task has not run yet."""
+    family: Family[str, str] = Family(["a", "b"])
+    waits = asyncio.create_task(family.turn(1))
+    await asyncio.sleep(0)
+    waits.cancel()
+    family.join(1, "call")
+    with pytest.raises(asyncio.CancelledError):
+        await waits
+    assert family.leave(1) == "call"
+
+
 def ended(choice: int, logprobs: list[float]) -> list[Pieces | Finished]:
     request = Request(f"r-{choice}", [0] * (2 + len(logprobs)), 2, PARAMS, "", 0.0, Trace(Stopwatch(lambda: 0.0)), choice=choice)
     pieces = tuple(Piece(i, Token(i, logprob, ((i, logprob),)), "x") for i, logprob in enumerate(logprobs))
