@@ -169,8 +169,9 @@ class HttpDoor:
     async def _render(self, request: Request) -> Response:
         caller = self._caller(request)
         asked = await self._read(request, lambda body: openai_in.chat(body, caller))
-        if asked.beams:
-            raise bad_value("use_beam_search", "is not supported here: what is rendered cannot ask for it", UNSUPPORTED)
+        for name, given in (("use_beam_search", asked.beams), ("prompt_logprobs", asked.prompt_logprobs is not None)):
+            if given:
+                raise bad_value(name, "is not supported here: what is rendered cannot ask for it", UNSUPPORTED)
         try:
             made = await self._service.render(asked.asks[0])
         except BatonError as error:

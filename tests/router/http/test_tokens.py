@@ -106,6 +106,12 @@ async def test_a_rendered_chat_is_computed_as_the_chat_would_have_been(folder: P
     assert answer.headers["content-type"].startswith("text/event-stream" if chat.get("stream") else "application/json")
 
 
+@pytest.mark.parametrize("more", [{"prompt_logprobs": 1}, {"use_beam_search": True, "n": 2}])
+async def test_what_the_rendered_body_cannot_ask_for_is_not_rendered(folder: Path, more: dict[str, Any]) -> None:
+    answer = await house(folder, b"").post(RENDER, HELLO | more)
+    assert (answer.status, answer.json["error"]["param"]) == (400, next(iter(more))), answer.json
+
+
 @pytest.mark.parametrize(
     "body, param",
     [
