@@ -105,8 +105,8 @@ class KvLayout:
 
     @property
     def fingerprint(self) -> bytes:
-        """16 bytes over every field."""
-        text = "\n".join(f"{name}={value}" for name, value in asdict(self).items())
+        """16 bytes over every field that is set: without a draft, those of a worker that knows of none."""
+        text = "\n".join(f"{name}={value}" for name, value in asdict(self).items() if value is not None)
         return blake2b(text.encode(), digest_size=16).digest()
 
     def difference(self, other: "KvLayout") -> str | None:

@@ -59,6 +59,12 @@ def test_a_layout_says_what_a_block_holds() -> None:
 DRAFT = DraftKv("draft", "float32", 2, 1, 12)
 
 
+def test_without_a_draft_a_layout_is_that_of_a_worker_that_knows_of_none() -> None:
+    """Workers of two versions hand over to each other while one replaces the other."""
+    assert replace(PLAIN, block_size=4).fingerprint.hex() == "ae48b935d4c4512545bfd7c00b51fdf5"
+    assert replace(PLAIN, block_size=4, draft=DRAFT).fingerprint != replace(PLAIN, block_size=4).fingerprint
+
+
 def test_a_draft_is_a_part_of_the_block_and_of_what_two_workers_must_agree_on() -> None:
     drafted = replace(PLAIN, draft=DRAFT)
     assert drafted.views["kv"] == PLAIN.views["kv"] and drafted.views["draft"].shape == (2, 2, 1, BLOCK, 12)
