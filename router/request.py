@@ -275,6 +275,12 @@ class Request:
         return self.output_len - self.resumed
 
     @property
+    def spent(self) -> int:
+        """The same for which its tenant pays: a search has made as many tokens for each of its beams as for its longest answer."""
+        beams = self.params.beams
+        return self.made if beams is None else beams.width * max((len(one.tokens) for one in self.found), default=0)
+
+    @property
     def unscored(self) -> bool:
         """Whether a worker is to say what the model thinks of the prompt. It told a client that has output."""
         return self.params.prompt_logprobs is not None and not self.output_len

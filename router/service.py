@@ -450,7 +450,7 @@ class GenerateService:
                 await self._rates.refund(tenant, known)
             raise
         finally:
-            await self._rates.charge(tenant, sum(request.made for request in requests))
+            await self._rates.charge(tenant, sum(request.spent for request in requests))
 
     def _salt(self, ask: Ask) -> str:
         """Separates the block keys of tenants, who share cached prefixes only if the configuration says so."""

@@ -203,6 +203,18 @@ def test_a_search_that_was_begun_again_replaces_what_its_client_had() -> None:
     assert not assembly.to_continue(build_request("x", beam={"width": 4})).output_so_far.ids
 
 
+async def test_the_tokens_of_all_beams_are_paid_for(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for one answer of eight beams has as much computed as whoever asks for all."""
+    house, paid = House(tokenizer, Finder(TWO[:1])), list[int]()
+
+    async def charge(tenant: str, output_tokens: int) -> None:
+        paid.append(output_tokens)
+
+    monkeypatch.setattr(house.service._rates, "charge", charge)
+    *_, finished = await events_of(house, Ask(text="hello", beams=Beams(8, 1)))
+    assert isinstance(finished, Finished) and finished.request.output_len == 3 and paid == [8 * 3]
+
+
 # --- HTTP ----------------------------------------------------------------------------------------------------------------------------
 
 
