@@ -21,6 +21,7 @@ from router.conversation import PLAIN, Setting
 ROLES = ("system", "user", "assistant", "tool")
 DEFAULT_MAX_TOKENS = 256
 MAX_PROMPT_LOGPROBS = 1 << 18  # log-probabilities of one prompt, all together
+MAX_KEPT_LOGPROBS = 1 << 19  # of choices that are kept until the best are known, all together
 MAX_REQUEST_ID = 128  # characters; a longer one is refused
 NO_PREDICTIONS = (
     "is not used here: the operator has turned it off (engine.predictions), or these workers could give another output with it than without"
@@ -197,6 +198,9 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int, limits: 
     max_tokens = min(asked.default_max_tokens, room) if asked.max_tokens is None else asked.max_tokens
     if asked.max_tokens is None and ask.computed > 1:
         max_tokens = min(max_tokens, limits.max_answer_tokens // ask.computed)
+    if ask.computed > ask.n and ask.computed * max_tokens * ((asked.logprobs or 0) + 1) > MAX_KEPT_LOGPROBS:
+        count = f"{asked.logprobs or 0} and its own for each of {max_tokens} tokens of {ask.computed} choices"
+        raise invalid("sampling.logprobs", f"{count} are more than {MAX_KEPT_LOGPROBS}, and all are kept until the best are known")
     if len(ask.output_so_far) > max_tokens:
         raise invalid("output_so_far.ids", _beyond(max_tokens))
     numbers: dict[str, Any] = {name: _or(getattr(asked, name), number.default) for name, number in NUMBERS.items()}

@@ -191,5 +191,18 @@ def test_without_a_limit_of_its_own_an_answer_is_cut_to_what_all_may_have() -> N
     assert resolve(replace(ask, n=1), 1, 4096, 0, limits)[0].max_tokens == 1000
 
 
+@pytest.mark.parametrize("n, refused", [(8, False), (7, True)])
+def test_no_more_is_kept_for_the_best_than_a_router_has_room_for(n: int, refused: bool) -> None:
+    """Choices that are all told need not be kept."""
+    ask = Ask(text="a", n=n, best_of=8, sampling=AskSampling(max_tokens=4000, logprobs=20))
+    try:
+        resolve(ask, 1, 4096, 0)
+    except BatonError as error:
+        assert refused and error.violations[0].field == "sampling.logprobs"
+    else:
+        assert not refused
+    resolve(replace(ask, sampling=AskSampling(max_tokens=4000, logprobs=15)), 1, 4096, 0)
+
+
 def test_seeds_wrap() -> None:
     assert seeded(replace(PARAMS, seed=(1 << 64) - 1), 2).seed == 1 and EOS == 256
