@@ -194,7 +194,7 @@ class EngineOptions(Section):
         True,
         "Let requests bring a prediction of their output, which is used as a guess whatever the method. Only where several tokens in a step"
         " have the same bits as one, so that the output stays the same.",
-        "baton.engine.build",
+        "baton.engine.speculation",
     )
     speculation_tokens: int = option(
         8, "Maximum number of guesses for a sequence in one step; fewer where they were wrong.", "baton.engine.speculation", ge=1, le=64

@@ -16,7 +16,7 @@ from each import for_each
 
 from baton.cluster.metric_table import ALL, BY_NAME, MAX_OPEN, OPEN, OTHER, TABLE, Alias, Metric, Role
 from baton.cluster.metrics import Book, Family, Histogram, Series
-from router import policy
+from router import choosing, policy
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -78,7 +78,7 @@ class TestTable:
         assert set(found["vllm:cache_config_info"][1].labels.values()) == {"block_size", "num_gpu_blocks"}
 
     def test_the_values_of_reason_labels_occur_in_the_router(self) -> None:
-        source = Path(policy.__file__).read_text()
+        source = Path(policy.__file__).read_text() + Path(choosing.__file__).read_text()
         for name, label in (("baton_router_choices_total", "reason"), ("baton_router_bypasses_total", "reason")):
             for value in BY_NAME[name].labels[label]:
                 assert f'"{value}"' in source

@@ -19,7 +19,7 @@ from baton.cli.up import SHIPPED
 from baton.engine.build import BuildError, build, pool_bytes
 from baton.engine.choice import load_runner
 from baton.engine.core.beams import Beams
-from baton.engine.core.drafting import Ask, Drafter, Paced
+from baton.engine.core.drafting import Ask, Chosen, Drafter, Paced
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.sampling import SamplingParams
@@ -279,7 +279,8 @@ def test_an_engine_has_the_head_that_the_options_name(tmp_path: Path) -> None:
     options = Options.of(SHIPPED, kv_memory_mib=8, max_model_len=256, products="baton", speculation="heads", speculation_tokens=1)
     engine = build(options).engine
     assert pool_bytes(options) == engine.runner.pool.nbytes
-    paced = engine.drafter
+    assert isinstance(engine.drafter, Chosen)
+    paced = engine.drafter._methods["heads"]
     assert isinstance(paced, Paced) and isinstance(paced.drafter, HeadDrafter) and paced.drafter.seconds(1) > 0
     engine.drafter = engine.scheduler._drafter = paced.drafter
     prompt = Tokenizer.from_file(str(SHIPPED / "tokenizer.json")).encode("Once upon a time there was a little girl.").ids

@@ -274,7 +274,7 @@ async def test_status_reports_workers_that_answer_and_workers_that_do_not(house:
     workers = {worker["name"]: worker for worker in told["workers"]}
     assert house[0].says is not None
     held = {"idle": False, "leases": 2, "quarantined_blocks": 3, "blocks_in_use": 4}
-    assert workers["d0"] == {**asdict(house[0].says), "roles": [], "gpus": [], "eos_token_ids": [256], **held}
+    assert workers["d0"] == {**asdict(house[0].says), "roles": [], "gpus": [], "eos_token_ids": [256], "speculation": [], **held}
     lost = workers["p0"]
     assert lost["state"] == "unreachable" and "WORKER_LOST" in lost["error"] and lost["kv_blocks"] == 1000 and "idle" not in lost
 
@@ -357,10 +357,8 @@ def test_a_record_and_its_message_have_the_same_fields() -> None:
     gpus = (GpuRecord("0", "H200", 1, 2, 0.5, 400.0, 0, 3), GpuRecord("1"))
     facts = record("d0", load=BUSY, gpus=gpus)
     message = pb.WorkerRecord(**asdict(facts))
-    assert (
-        plain(message) == {**asdict(facts), "roles": list(facts.roles), "gpus": [asdict(gpu) for gpu in gpus], "eos_token_ids": [256]}
-        and WorkerRecord.from_mapping(plain(message)) == facts
-    )
+    lists = {"roles": list(facts.roles), "gpus": [asdict(gpu) for gpu in gpus], "eos_token_ids": [256], "speculation": []}
+    assert plain(message) == {**asdict(facts), **lists} and WorkerRecord.from_mapping(plain(message)) == facts
 
 
 def test_a_message_refuses_an_unknown_field_name() -> None:

@@ -110,7 +110,7 @@ async def test_readers_that_stalled_and_read_on_together_get_everything_and_hold
 
 @pytest.mark.parametrize("n", [1, 8])
 async def test_what_waits_for_a_reader_is_bounded_in_bytes_and_the_cut_says_so(tokenizer: Tokenizer, n: int) -> None:
-    async with hall(tokenizer, ENDLESS, 20, backlog_bytes=BOUND_BYTES) as made:
+    async with hall(tokenizer, ENDLESS, 20, backlog_bytes=BOUND_BYTES, max_answer_tokens=8 * ENDLESS) as made:
         made.worker.pause_s = PAUSE_S
         with watched() as turns:
             (client,) = await opened(made, "chat", 1, ENDLESS, n)

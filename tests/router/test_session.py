@@ -187,7 +187,7 @@ async def forked(made: Session[pb.PrefillEvent]) -> tuple[Any, Any, "asyncio.Que
     """A call that waits behind another one, and one that begins with it."""
     come: asyncio.Queue[pb.PrefillEvent | BatonError] = asyncio.Queue()
     fork = made.join(60.0, lambda _, event: come.put_nowait(event))
-    leader = made.start(pb.PrefillStart(), 4, 60.0, lambda _, event: None, [fork])
+    leader = made.start(pb.PrefillCommand(start=pb.PrefillStart()), 4, 60.0, lambda _, event: None, [fork])
     return leader, fork, come
 
 

@@ -74,7 +74,7 @@ class Worker:
             for command in worker_pb2.DecodeCommands.FromString(data).commands:
                 match command.WhichOneof("command"):
                     case "start":
-                        self.sent[command.call_id] = 0
+                        self.sent |= dict.fromkeys([command.call_id, *(fork.call_id for fork in command.start.forks)], 0)
                         self._news.set()
                     case "cancel":
                         self.cancelled.add(command.call_id)

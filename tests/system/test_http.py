@@ -287,7 +287,7 @@ async def test_a_socket_dropped_during_a_stream_frees_everything(live: Cluster, 
         sock.sendall(post({**LONG, "n": 2}))
     for sock in dropped:
         assert sock.recv(200).startswith(b"HTTP/1.1 200")
-    assert inflight(live) == 16
+    assert inflight(live) == 8, "two choices are one request"
     for sock in dropped:
         if reset:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")

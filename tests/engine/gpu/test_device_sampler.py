@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.core.masks import allowed_ids
+from baton.engine.core.masks import NOTHING, allowed_ids
 from baton.engine.core.sampling import LOGPROBS_MODES, Sampled, SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.inputs import Seat
@@ -195,7 +195,7 @@ class Allows:
         self._words = np.packbits(bits, bitorder="little").view(np.int32)
 
     def mask(self, output: Any) -> Any:
-        return self._words
+        return self._words if self._words.any() else NOTHING
 
 
 @pytest.mark.parametrize("pick", PICKS)

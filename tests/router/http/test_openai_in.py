@@ -291,7 +291,7 @@ def test_tools_and_formats_are_in_the_tables() -> None:
     """The tests above take their cases from the tables, so they would not notice a missing entry."""
     names = {(api, name) for api, name, _, _ in NEUTRAL}
     assert names >= {("chat", name) for name in ("functions", "function_call", "audio", "modalities")}
-    assert names >= {("completion", name) for name in ("suffix", "use_beam_search")}
+    assert names >= {("completion", name) for name in ("suffix", "bad_words")}
     assert {name for _, name, _ in WITHOUT_EFFECT} >= {"user", "metadata", "store"}
 
 
