@@ -299,8 +299,10 @@ class Scheduler:
 
     def _chunk(self, seq: Sequence, budget: int, plan: Schedule) -> int:
         # A token that became known while KV was fetched may be beyond the blocks that were reserved: it gets room as a decode.
-        n = min(seq.pending, budget, len(seq.blocks) * self.block_size - seq.computed, SCORED_AT_ONCE if seq.unscored else budget)
-        plan.chunks.append(Chunk(seq, n))
+        most = SCORED_AT_ONCE - sum(chunk.scored for chunk in plan.chunks) if seq.unscored else budget
+        n = min(seq.pending, budget, len(seq.blocks) * self.block_size - seq.computed, most)
+        if n > 0:
+            plan.chunks.append(Chunk(seq, n))
         return n
 
     def _add_guesses(self, plan: Schedule, budget: int, drafter: Drafter) -> None:

@@ -118,7 +118,7 @@ def test_what_a_preemption_computes_again_is_told_once() -> None:
 
 
 def test_a_step_scores_so_many_positions_at_most(model: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    running, rows = engine(model, 200, max_num_batched_tokens=700), list[int]()
+    running, rows = engine(model, 480, max_num_batched_tokens=700), list[int]()
     found = model._logits
 
     def counted(batch: Any) -> Any:
@@ -128,9 +128,11 @@ def test_a_step_scores_so_many_positions_at_most(model: ModelRunner, monkeypatch
 
     monkeypatch.setattr(model, "_logits", counted)
     prompt = [5 + i % 290 for i in range(600)]
-    running.add(sequence("a", prompt, 1, max_tokens=1))
+    for name in "abc":
+        running.add(sequence(name, prompt, 1, max_tokens=1))
     scores, _ = drain(running)
-    assert [each.token for each in scores["a"]] == prompt[1:] and max(rows) == SCORED_AT_ONCE
+    assert all([each.token for each in scores[name]] == prompt[1:] for name in "abc") and max(rows) <= SCORED_AT_ONCE + 1
+    assert len(rows) < 10, "what one prompt leaves of a step is another's"
 
 
 def test_who_cannot_tell_them_refuses() -> None:
