@@ -471,10 +471,12 @@ def _refusing(field: str) -> Iterator[None]:
 
 
 def _scores(request: Request) -> Iterator[Scores]:
-    """What was asked of the prompt; nothing comes before its first token."""
+    """What was asked of the prompt; nothing comes before its first token. Raises INTERNAL if a worker did not tell all, as an older one."""
     if request.params.prompt_logprobs is None or request.resumed:
         return
     told = [PromptToken(0, request.tokens[0]), *request.scores]
+    if len(told) != request.prompt_len:
+        raise BatonError(Reason.INTERNAL, f"the worker told what it thinks of {len(told)} of {request.prompt_len} tokens of the prompt")
     for start in range(0, len(told), SCORES_AT_ONCE):
         yield Scores(tuple(told[start : start + SCORES_AT_ONCE]))
 

@@ -681,6 +681,14 @@ async def test_a_tenant_is_charged_for_the_tokens_it_received_whatever_the_outco
     house.check()
 
 
+async def test_a_worker_that_says_nothing_of_the_prompt_is_an_error(tokenizer: Tokenizer) -> None:
+    """An older one does not know that it was asked."""
+    house = House(tokenizer)
+    error = await house.refused(prompt_logprobs=1)
+    assert error.reason is Reason.INTERNAL and "1 of 5 tokens of the prompt" in error.message
+    house.check()
+
+
 @dataclass
 class Watched:
     """A tokenizer that counts how often it encodes."""
