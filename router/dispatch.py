@@ -141,6 +141,8 @@ class Dispatcher:
         family, forks = leader.family, list[Fork]()
         if family is None or family.leader != leader.choice:
             return []
+        if not worker.forks:
+            family.disband()
         for place, request in family.waiting.items():
             forks.append(fork := self._workers.fork(worker, request, self._remaining(request)))
             started = Started(worker, self._work(request), len(request.tokens), whole_prompt)

@@ -41,6 +41,12 @@ class Family(Generic[M, C]):
         del self._waiting[place]
         self._turns[place].set_result(call)
 
+    def disband(self) -> None:
+        """Nobody can begin with the leader's call: those that wait begin by themselves."""
+        for place in self._waiting:
+            self._turns[place].set_result(None)
+        self._waiting.clear()
+
     def leave(self, place: int) -> C | None:
         """A member has ended. If it led, the next one does. Returns the call that has begun for it and that it never took."""
         self._waiting.pop(place, None)

@@ -75,6 +75,7 @@ class WorkerRecord:
     gpus: tuple[GpuRecord, ...] = ()  # those that it uses; empty: none, or nobody can ask them
     speculation: tuple[str, ...] = ()  # methods of guessing that its engine has, the one in force first (`Offer`); empty: none
     speculation_tokens: Count = 0  # guesses in one step, at most
+    forks: bool = False  # whether a decode call may begin others; an older worker would not answer them
     lends: bool = True  # whether peers can borrow blocks that it caches; true also if unknown, for the worker itself can refuse
 
     def serves(self, role: RoleName) -> bool:

@@ -641,7 +641,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., residue: _Optional[_Union[Residue, _Mapping]] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("name", "role", "address", "incarnation", "state", "pid", "host", "model_name", "model_fingerprint", "tokenizer_fingerprint", "block_size", "max_model_len", "kv_blocks", "transport", "load", "metrics", "max_num_seqs", "roles", "eos_token_ids", "lends", "gpus", "speculation", "speculation_tokens")
+    __slots__ = ("name", "role", "address", "incarnation", "state", "pid", "host", "model_name", "model_fingerprint", "tokenizer_fingerprint", "block_size", "max_model_len", "kv_blocks", "transport", "load", "metrics", "max_num_seqs", "roles", "eos_token_ids", "lends", "gpus", "speculation", "speculation_tokens", "forks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -665,6 +665,7 @@ class WorkerRecord(_message.Message):
     GPUS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FORKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     address: str
@@ -688,7 +689,8 @@ class WorkerRecord(_message.Message):
     gpus: _containers.RepeatedCompositeFieldContainer[Gpu]
     speculation: _containers.RepeatedScalarFieldContainer[str]
     speculation_tokens: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., metrics: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., lends: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., speculation: _Optional[_Iterable[str]] = ..., speculation_tokens: _Optional[int] = ...) -> None: ...
+    forks: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., metrics: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., lends: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., speculation: _Optional[_Iterable[str]] = ..., speculation_tokens: _Optional[int] = ..., forks: _Optional[bool] = ...) -> None: ...
 
 class Gpu(_message.Message):
     __slots__ = ("gpu", "name", "memory_used", "memory_total", "busy", "watts", "ecc_corrected", "ecc_uncorrected")

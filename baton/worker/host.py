@@ -264,6 +264,7 @@ class Host:
             lends=traits.lends,
             speculation=traits.offer.methods,
             speculation_tokens=traits.offer.max_tokens,
+            forks=True,
         )
 
     @property

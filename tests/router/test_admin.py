@@ -274,7 +274,7 @@ async def test_status_reports_workers_that_answer_and_workers_that_do_not(house:
     workers = {worker["name"]: worker for worker in told["workers"]}
     assert house[0].says is not None
     held = {"idle": False, "leases": 2, "quarantined_blocks": 3, "blocks_in_use": 4}
-    assert workers["d0"] == {**asdict(house[0].says), "roles": [], "gpus": [], "eos_token_ids": [256], "speculation": [], **held}
+    assert workers["d0"] == {**asdict(house[0].says), "roles": [], "gpus": [], "speculation": [], "eos_token_ids": [256], **held}
     lost = workers["p0"]
     assert lost["state"] == "unreachable" and "WORKER_LOST" in lost["error"] and lost["kv_blocks"] == 1000 and "idle" not in lost
 

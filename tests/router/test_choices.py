@@ -34,10 +34,11 @@ class World:
     opens: bool = False  # prompts are long
     prompt: list[int] = field(default_factory=lambda: list(PROMPT))
     params: SamplingParams = PARAMS
+    forks: bool = True  # whether the workers know of them
 
     def __post_init__(self) -> None:
         self.view = ClusterView({MODEL: TOKENIZER})
-        self.view.update([record(name) for name in self.names.split()], 0.0)
+        self.view.update([record(name, forks=self.forks) for name in self.names.split()], 0.0)
         self.workers = FakeWorkers()
         self.workers.opens = self.opens
         config = RouterConfig(bypass_tokens=8, recover_wait_s=0.2)
@@ -93,6 +94,15 @@ async def test_whatever_fails_every_choice_goes_on_exactly(opens: bool, worker: 
     world.workers.faults[worker].extend([Fault(LOST, tokens)] * 4)
     world.workers.alive = {name: 0.0 for name in ("p0", "d0", "d1")}
     assert await world.serve() == truth(world)
+    world.check()
+
+
+@pytest.mark.parametrize("opens", [False, True])
+async def test_an_older_worker_gets_a_call_for_each(opens: bool) -> None:
+    """It would not answer calls that begin with another one."""
+    world = World(opens=opens, forks=False)
+    assert await world.serve() == truth(world)
+    assert "fork" not in world.kinds() and len([kind for kind in world.kinds() if kind.endswith("decode")]) == 4
     world.check()
 
 

@@ -26,7 +26,7 @@ def record(name: str, **fields: Any) -> WorkerRecord:
     role: RoleName = "prefill" if name.startswith("p") else "decode"
     load = Load(credit_tokens=10_000)
     whole = WorkerRecord(name, role, f"{name}:1", 1, "ready", 1, "host", MODEL, "model", TOKENIZER, 16, 4096, 1000, "tcp", load)
-    return replace(whole, **{"eos_token_ids": (EOS,), **fields})
+    return replace(whole, **{"eos_token_ids": (EOS,), "forks": True, **fields})
 
 
 @dataclass(frozen=True)
