@@ -422,11 +422,11 @@ class GenerateService:
         """With the token ids of a prediction that is text. Raises INVALID_FIELD, as `check` does for what it can know."""
         if ask.predicted_text is None:
             return ask.speculation
-        field, most = "prediction.text", served.max_model_len
+        field = "prediction.text"
         within_s = deadline - loop_time()
         ids = await self._pool.run(self._tokenizer.encode_output, ask.predicted_text, field, within_s=within_s, begun=True)
-        if len(ids) > most:
-            raise invalid(field, predicts_too_much(most))
+        if wrong := predicts_too_much(len(ids), ask, served.max_model_len):
+            raise invalid(field, wrong)
         return replace(ask.speculation, prediction=tuple(ids))
 
     async def _off_loop(self, long: bool, deadline: float, function: Callable[..., T], *arguments: Any) -> T:

@@ -21,6 +21,7 @@ from router.conversation import PLAIN, Setting
 ROLES = ("system", "user", "assistant", "tool")
 DEFAULT_MAX_TOKENS = 256
 MAX_PROMPT_LOGPROBS = 1 << 18  # log-probabilities of one prompt, all together
+MAX_PREDICTED = 1 << 18  # tokens of the predictions of several choices, all together
 MAX_KEPT_LOGPROBS = 1 << 19  # of choices that are kept until the best are known, all together
 MAX_REQUEST_ID = 128  # characters; a longer one is refused
 NO_PREDICTIONS = (
@@ -348,17 +349,22 @@ def _speculation(ask: Ask, limits: Limits, vocab_size: int, context: Context | N
         yield Violation("prediction", NO_PREDICTIONS)
     if text is not None:
         if context is not None and context.longest_token and len(text) > context.tokens * context.longest_token:
-            yield Violation("prediction.text", predicts_too_much(context.tokens))
+            yield Violation("prediction.text", f"must not be longer than the context, {context.tokens} tokens")
         else:
             yield from _text("prediction.text", text, limits.max_prompt_bytes)
-    elif context is not None and len(asked.prediction) > context.tokens:
-        yield Violation("prediction.token_ids", predicts_too_much(context.tokens))
+    elif context is not None and (wrong := predicts_too_much(len(asked.prediction), ask, context.tokens)):
+        yield Violation("prediction.token_ids", wrong)
     else:
         yield from _ids("prediction.token_ids.ids", asked.prediction, vocab_size)
 
 
-def predicts_too_much(most: int) -> str:
-    return f"must not be longer than the context, {most} tokens"
+def predicts_too_much(length: int, ask: Ask, context: int) -> str | None:
+    """Why a prediction of so many tokens is refused, if it is: each choice is followed through it with a table of its own."""
+    if length > context:
+        return f"must not be longer than the context, {context} tokens"
+    if ask.computed > 1 and ask.computed * length > MAX_PREDICTED:
+        return f"{length} tokens for each of {ask.computed} choices are more than {MAX_PREDICTED}"
+    return None
 
 
 def _choices(ask: Ask, limits: Limits) -> Iterator[Violation]:

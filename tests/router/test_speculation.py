@@ -20,6 +20,7 @@ from router.tokenizer import Tokenizer
 ALL = Offer(("prompt_lookup", "prediction"), 8)
 FILE = "first line\nsecond line\nthird line\n"
 EDITED = "first line\nnew line\nthird line\n"
+FEW = pb.SamplingParams(max_tokens=9)
 BODY = HELLO | {"prediction": {"type": "content", "content": FILE}}
 
 
@@ -69,6 +70,8 @@ def request(prediction: Any = None, **fields: Any) -> pb.GenerateRequest:
         (ALL, request("x" * (1 << 20) + "x"), "prediction.text"),
         (ALL, request([1] * (CONTEXT + 1)), "prediction.token_ids"),
         (ALL, request([1, 257]), "prediction.token_ids.ids[1]"),
+        (ALL, request("x" * 3000, n=100, sampling=FEW), "prediction.text"),
+        (ALL, request([1] * 3000, n=1, best_of=100, sampling=FEW), "prediction.token_ids"),
     ],
 )
 async def test_what_cannot_be_had_is_refused_by_its_field(
