@@ -163,6 +163,7 @@ class Dispatcher:
         except BatonError as error:
             self._spend_retry(request, error)
         finally:
+            joined.fork.close()  # its events may never have been asked for
             trace.credit(theirs)
 
     async def _decode_leased(self, request: Request, lease: PromptLease, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:

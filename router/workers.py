@@ -93,7 +93,7 @@ class Fork(Protocol):
         ...
 
     def close(self) -> None:
-        """Nobody will read its events: ends the call on the worker."""
+        """Nobody will read its events any more: ends the call on the worker, if it has not ended."""
         ...
 
 

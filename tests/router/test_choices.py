@@ -5,9 +5,10 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
-from fake_workers import EOS, MODEL, TOKENIZER, FakeWorkers, Fault, record
+from fake_workers import EOS, MODEL, TOKENIZER, FakeFork, FakeWorkers, Fault, record
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
@@ -132,6 +133,29 @@ async def test_a_client_that_leaves_ends_all_of_them() -> None:
             if choice == 3:
                 break
     await asyncio.sleep(0)
+    world.check()
+
+
+async def test_a_client_that_leaves_before_any_event_was_read_leaves_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of long prompts take turns before they read."""
+    world, waiting, begun, fork = World(), asyncio.Event(), list[FakeFork](), FakeWorkers.fork
+
+    async def turn(request: Request) -> None:
+        if request.choice:
+            waiting.set()
+            await asyncio.Event().wait()
+
+    def kept(*given: Any) -> FakeFork:
+        begun.append(fork(*given))
+        return begun[-1]
+
+    monkeypatch.setattr(world.dispatcher._choosing, "turn_to_send", turn)
+    monkeypatch.setattr(FakeWorkers, "fork", kept)
+    serving = asyncio.create_task(world.serve())
+    await asyncio.wait_for(waiting.wait(), 10)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    assert [each.closed for each in begun] == [True] * 3
     world.check()
 
 
