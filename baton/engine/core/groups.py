@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.engine.core.beams import Hypothesis, Search
 from baton.engine.core.protocol import Runner
-from baton.engine.core.sampling import Sampled
+from baton.engine.core.sampling import RAW, Sampled
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.sequence import Sequence, State
 
@@ -55,7 +55,7 @@ class Groups:
             return
         stops = frozenset(params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos)
         search = Search(params.beams, stops, params.max_tokens, params.min_tokens)
-        owner.params = replace(params, temperature=0.0, logprobs=search.looks_at)
+        owner.params = replace(params, temperature=0.0, logprobs=search.looks_at, logprobs_mode=RAW)
         self._groups[owner] = Group(owner, search)
 
     def close(self, owner: Sequence) -> None:

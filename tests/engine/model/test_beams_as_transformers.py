@@ -17,7 +17,7 @@ from baton.engine.choice import load_runner
 from baton.engine.core.beams import Beams, Hypothesis
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.sampling import LOGPROBS_MODES, SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.runner import ModelRunner
@@ -116,3 +116,17 @@ def test_ten_prompts(name: str, tmp_path: Path) -> None:
         assert [one.score for one in mine] == pytest.approx([one.score for one in expected], rel=1e-5)
         endings |= {one.stopped for one in mine}
     assert endings == {True, False} and (name == "tale" or engine.counts.hit_tokens)
+
+
+def test_what_log_probabilities_are_told_of_changes_no_search() -> None:
+    """Those that are processed have no early stops, and would sum up to something else."""
+    found = []
+    for mode in LOGPROBS_MODES:
+        runner = load_runner(ModelRunner, TALE, dtype="float32", block_size=8)
+        runner.attach(KvPool(runner.layout, 40))
+        engine = Engine(runner, Limits(max_num_seqs=4, max_num_batched_tokens=40), 100)
+        often = frozenset(range(100, 220))
+        params = SamplingParams(9, min_tokens=6, stop_token_ids=often, beams=Beams(3, 3), logprobs_mode=mode)
+        engine.add(Sequence("a", list(range(20, 40)), 20, params, b"root"))
+        found += [output.found for _ in iter(lambda e=engine: e.idle, True) for output in engine.step() if output.found]  # type: ignore[misc]
+    assert found[0] == found[1]
