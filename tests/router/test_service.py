@@ -689,6 +689,20 @@ async def test_a_worker_that_says_nothing_of_the_prompt_is_an_error(tokenizer: T
     house.check()
 
 
+@pytest.mark.parametrize("best_of", [None, 5])
+async def test_several_choices_are_charged_one_prompt_and_all_that_was_computed(tokenizer: Tokenizer, best_of: int | None) -> None:
+    house, counter = House(tokenizer), Counter()
+    house.service._rates = counter
+    async with aclosing(house.service.generate(Ask(text="hello", tenant="shop", n=3, best_of=best_of), 10)) as events:
+        ends = [event for event in [event async for event in events] if isinstance(event, Finished)]
+    made = 3 * (best_of or 3)
+    assert counter.said == [("prompt", "shop", 5), ("output", "shop", made)]
+    assert len(ends) == 3 and sum(end.request.output_len + end.discarded_tokens for end in ends) == made
+    assert [record.choices for record in house.journal.last(9)] == [best_of or 3] * (best_of or 3)
+    assert (house.journal.totals.prompt_tokens, house.journal.totals.output_tokens) == (5, made)
+    house.check()
+
+
 @dataclass
 class Watched:
     """A tokenizer that counts how often it encodes."""
