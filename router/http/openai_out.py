@@ -360,6 +360,8 @@ class Writer:
                 choice.finish = "tool_calls" if called else "length" if event.incomplete else event.reason
                 choice.reasoning_tokens, choice.discarded_tokens = event.reasoning_tokens, event.discarded_tokens
                 choice.predicted = event.predicted
+                if "sampling" in choice.sampling:  # of the best choices it is known only now which they are
+                    choice.sampling["sampling"]["seed"] = event.request.params.seed
                 choice.cached_tokens = event.request.trace.cached_tokens
 
     def _sampling(self, choice: Choice) -> _Json:

@@ -1,6 +1,7 @@
 """Answers of the OpenAI API: whole or in chunks, they contain the same text, tokens and usage."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,15 @@ def test_what_is_told_with_every_choice_counts_as_often(tokenizer: Tokenizer, mo
         with pytest.raises(HttpError, match="stream: must be true"):
             writer.take(0, Piece(0, Token(99, -1.0), "c"))
         monkeypatch.undo()
+
+
+def test_the_seed_of_a_best_choice_is_the_one_that_made_it(tokenizer: Tokenizer) -> None:
+    made = writer(tokenizer, 2, sampling=True)
+    accepted, *said, finished = events(["a"])
+    assert isinstance(accepted, Accepted) and isinstance(finished, Finished)
+    for index, seed in enumerate((7, 5)):  # the third and the first of those that were computed
+        made.take(index, accepted.of(index))
+        request = replace(finished.request, params=replace(finished.request.params, seed=seed))
+        for event in (*said, replace(finished, request=request)):
+            made.take(index, event)
+    assert [choice["sampling"]["seed"] for choice in json.loads(b"".join(made.whole()))["choices"]] == [7, 5]
