@@ -27,6 +27,7 @@ from baton.access.diagnosis import explain
 from baton.access.options import Identity, Place
 from baton.cli import view
 from baton.cli.admin import read_status
+from baton.cli.gguf_files import folder_of
 from baton.cli.interrupt import interruptible
 from baton.cli.options import (
     Answering,
@@ -140,6 +141,19 @@ def certs(
     with _failing():
         make(folder, renew)
         print(advice(folder))
+
+
+@app.command()
+def unpack(
+    file: Annotated[Path, typer.Argument(help="GGUF file.", exists=True, dir_okay=False)],
+    folder: Annotated[Path, typer.Argument(help="Folder that gets the model; it must not be there.")],
+) -> None:
+    """Make of a GGUF file the folder of a model, as `baton up --model FILE` does in this user's cache."""
+    from baton.cli.gguf_files import unpack as make
+
+    with _failing():
+        make(file, folder, lambda line: err.print(line, markup=False, soft_wrap=True))
+        print(folder)
 
 
 @app.command()
@@ -297,6 +311,8 @@ def doctor(
 
     with _failing():
         model = context.args.pop(0) if context.args and not context.args[0].startswith("-") else None
+        if model:
+            model = str(folder_of(Path(model), lambda line: err.print(line, markup=False, soft_wrap=True)))
         loaded = _load(context, config, {"model.path": model} if model else {})
         findings = []
         with _waiting("looking") as spinner:

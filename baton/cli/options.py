@@ -33,7 +33,7 @@ class Start:
 
     context: typer.Context
     config: ConfigFiles = None
-    model: Annotated[str | None, typer.Option(help="Folder of a Hugging Face checkpoint.")] = None
+    model: Annotated[str | None, typer.Option(help="Folder of a Hugging Face checkpoint, or a GGUF file.")] = None
     prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 makes a colocated cluster.")] = None
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None
     launcher: Annotated[str | None, typer.Option(help="local or ray.")] = None

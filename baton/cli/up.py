@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID
 
 from baton.access.access import Access
-from baton.cluster.config import Config
+from baton.cli.gguf_files import SUFFIX, folder_of
+from baton.cluster.config import Config, ConfigError
 from baton.cluster.guard import check_doors
 from baton.cluster.packages import command
 from baton.cluster.records import StartRecord
@@ -48,7 +49,7 @@ def join(address: str, config: Config, files: list[Path], flags: dict[str, str],
     config = configure(address, learned, files, flags)
     if state.read(joined_name(config)) is not None:
         raise state.StateError(f"workers of this host have joined already; `baton down{_named(joined_name(config))}` stops them")
-    config = with_model(config)
+    config = with_model(config, lambda line: err.print(line, soft_wrap=True, markup=False))
     settled = settle(config)
     check_here(settled.config)
     check_shared_ports(config, routers=0)
@@ -66,7 +67,7 @@ def start(config: Config, err: Console, detach: bool, show: Callable[[str], None
     if state.read(name) is not None:
         raise state.StateError(f"cluster {name!r} is already running; `baton down{_named(name)}` stops it")
     check_doors(config)
-    config = with_model(config)
+    config = with_model(config, lambda line: err.print(line, soft_wrap=True, markup=False))
     settled = settle(config)
     check_here(settled.config)
     check_ports(config)
@@ -184,12 +185,19 @@ def _named(name: str) -> str:
     return "" if name == "baton" else f" --name {name}"
 
 
-def with_model(config: Config) -> Config:
-    """Uses the configured model, or the one that ships with Baton. Processes elsewhere find the folders by their whole paths."""
-    path, engine = Path(config.model.path or SHIPPED).resolve(), config.engine
+def with_model(config: Config, say: Callable[[str], None] = lambda line: None) -> Config:
+    """Uses the configured model, or the one that ships with Baton; of a GGUF file, its folder. Processes elsewhere find the folders by
+    their whole paths. Raises ConfigError."""
+    path, engine = _found(config.model.path or str(SHIPPED), config, say), config.engine
     if engine.draft_model is not None:
-        engine = engine.model_copy(update={"draft_model": str(Path(engine.draft_model).resolve())})
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)}), "engine": engine})
+        engine = engine.model_copy(update={"draft_model": _found(engine.draft_model, config, say)})
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path}), "engine": engine})
+
+
+def _found(path: str, config: Config, say: Callable[[str], None]) -> str:
+    if config.launcher.ray_address is not None and path.endswith(SUFFIX):
+        raise ConfigError(f"{path}: other hosts have no folder of a GGUF file: `baton unpack` it to where all of them see it")
+    return str(folder_of(Path(path).resolve(), say).resolve())
 
 
 def _detach(name: str, show: Callable[[str], None]) -> None:

@@ -29,7 +29,7 @@ MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # Files of weights that are not read, and why
 OTHER_WEIGHTS = {
     "pytorch_model*.bin": "a pickle, which can run code when it is read; save the model again with safe_serialization",
-    "*.gguf": "a GGUF file, which is not read; use the model's folder of safetensors",
+    "*.gguf": "a GGUF file; give its own path, or `baton unpack` it",
     "adapter_model.*": "an adapter is not a model; merge it into its base model and save that",
     "*.safetensors": "safetensors under another name; the weights must be in model.safetensors, or in the files of its index",
     "*.pt": "a pickle, which can run code when it is read; save the model as safetensors",
