@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.cluster.errors import BatonError, invalid
+import grpc
+
+from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cluster.rpc import Answering, Context, told
 
 MAX_EVENTS = 256  # in one message: the router reads a message in one turn of its loop
@@ -68,6 +70,8 @@ class Session:
             async for message in messages:
                 for command in message.commands:
                     self._obey(command)
+        except grpc.aio.BaseError:  # gRPC's own word that the server has stopped, which is nobody's fault
+            self._fail(BatonError(Reason.DRAINING, "this worker's server has stopped"))
         except Exception as error:
             self._fail(told(error))
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 from google.protobuf.message import DecodeError
 from handoff_pair import CONFIG, PROMPT, Pair, expected, pair
@@ -155,6 +156,21 @@ async def test_each_new_call_id_starts_a_call(role: str) -> None:
         assert {event.call_id for event in events if event.WhichOneof("event") in ("done", "finished")} == {7, 8}
         p.clock.now += 1000
         await p.settled()
+
+
+async def test_a_server_that_stops_is_no_unexpected_failure(caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC says so to who still reads; it happened in a drain, seldom, and stood in the log as a traceback."""
+
+    async def stopped() -> AsyncIterator[Any]:
+        raise grpc.aio.BaseError("Server already stopped.")
+        yield
+
+    async with pair() as p:
+        stream = Session(door_of(p, "decode").form)
+        await stream.obey(stopped())
+        with pytest.raises(BatonError) as caught:
+            await stream.next_events()
+    assert caught.value.reason is Reason.DRAINING and not caplog.records
 
 
 @pytest.mark.parametrize("role", ROLES)
