@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     "baton", "baton.access", "baton.cli", "baton.cluster", "baton.engine", "baton.engine.core", "baton.engine.cpu", "baton.engine.facts",
     "baton.engine.gpu", "baton.engine.grammars", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models",
-    "baton.simulate", "baton.worker",
+    "baton.simulate", "baton.tiers", "baton.worker",
     "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
 )  # fmt: skip
-WORKER = {"baton.clock", "baton.engine", "baton.cluster", "baton.moves", "baton.v1", "kvtransfer"}
+WORKER = {"baton.clock", "baton.engine", "baton.cluster", "baton.moves", "baton.tiers", "baton.v1", "kvtransfer"}
 
 # package → which of our packages it may import. An entry that names a module allows only that module.
 ARROWS = {
@@ -62,6 +62,7 @@ ARROWS = {
     "baton.launch": {"baton.clock", "baton.cluster", "baton.engine.options", "baton.moves", "baton.v1"},
     "baton.models": {"baton.engine.facts", "baton.engine.model"},
     "baton.simulate": {"baton.clock", "baton.cluster", "baton.engine.core", "baton.worker.prompts", "baton.worker.refusal", "router"},
+    "baton.tiers": {"baton.clock", "baton.engine.core.block_key", "baton.engine.core.kvcache", "baton.moves"},
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},
     "kvtransfer": {

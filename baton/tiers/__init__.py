@@ -1,0 +1,1 @@
+"""Colder copies of KV, under the pool."""
