@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The packages of this project. A file belongs to the longest name that matches.
 ROOMS = (
     "baton", "baton.access", "baton.cli", "baton.cluster", "baton.engine", "baton.engine.core", "baton.engine.cpu", "baton.engine.facts",
-    "baton.engine.gpu", "baton.engine.grammars", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models",
+    "baton.engine.gpu", "baton.engine.grammars", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models", "baton.plan",
     "baton.simulate", "baton.tiers", "baton.worker",
     "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
 )  # fmt: skip
@@ -61,6 +61,7 @@ ARROWS = {
     },
     "baton.launch": {"baton.clock", "baton.cluster", "baton.engine.options", "baton.moves", "baton.v1"},
     "baton.models": {"baton.engine.facts", "baton.engine.model"},
+    "baton.plan": {"baton.engine.facts.fields"},
     "baton.simulate": {"baton.clock", "baton.cluster", "baton.engine.core", "baton.worker.prompts", "baton.worker.refusal", "router"},
     "baton.tiers": {"baton.clock", "baton.engine.core.block_key", "baton.engine.core.kvcache", "baton.moves"},
     "baton.worker": WORKER,
