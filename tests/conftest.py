@@ -5,10 +5,12 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Generator
 
 import left_behind
 import pytest
 from hypothesis import HealthCheck, settings
+from live_cluster import Cluster
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -48,6 +50,17 @@ def group(nodeid: str) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start clusters come first: a long file that begins last would keep one process busy while the others have nothing left."""
     items.sort(key=lambda item: item.get_closest_marker("system") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails beside others may pass alone: what its clusters logged is part of its report."""
+    report = yield
+    if report.failed and isinstance(item, pytest.Function):
+        for live in (value for value in item.funcargs.values() if isinstance(value, Cluster)):
+            for log in sorted(live.logs.glob("*.log")):
+                report.sections.append((log.name, "\n".join(log.read_text(errors="replace").splitlines()[-40:])))
+    return report
 
 
 class Groups(LoadScopeScheduling):  # type: ignore[misc]

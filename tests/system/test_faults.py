@@ -81,7 +81,8 @@ async def test_a_request_survives_the_restart_of_the_only_decode_worker(pair: Cl
     with disturbed(pair, "decode.step=exit@5") as prompt:
         async with pair.client() as client:
             result = await ask(client, prompt)
-        assert list(result.token_ids) == expected(prompt) and result.workers["retries"] == 1
+        # On a busy machine the new process may be slow to accept a connection, and is then tried once more.
+        assert list(result.token_ids) == expected(prompt) and result.workers["retries"] >= 1
         await pair.quiet()
 
 
