@@ -94,6 +94,7 @@ class Result:
     prompt_logprobs: tuple[PromptToken, ...] = ()
     relaxed: tuple[str, ...] = ()  # what of that form is not enforced, because it is not strict
     hypotheses: tuple[Hypothesis, ...] = ()  # the best first
+    degraded: tuple[str, ...] = ()  # what overload took from the request
 
 
 class GenerateError(Exception):
@@ -219,6 +220,7 @@ class Assembly:
             incomplete=finished.incomplete,
             relaxed=tuple(self.accepted.relaxed),
             hypotheses=tuple(self.hypotheses),
+            degraded=tuple(self.accepted.degraded),
         )
 
 

@@ -203,6 +203,7 @@ def to_response(event: Event) -> pb.GenerateResponse:
                 resume=event.receipt,
                 relaxed=event.relaxed,
                 choices=event.choices,
+                degraded=event.degraded,
             )
             return pb.GenerateResponse(accepted=accepted)
         case Scores():

@@ -24,6 +24,7 @@ class Accepted:
     shown: int = 0
     relaxed: tuple[str, ...] = ()  # what of the form is not enforced, because the request is not strict
     choices: int = 1
+    degraded: tuple[str, ...] = ()  # what overload took from it: sentences, each beginning with a field
 
     def of(self, choice: int) -> "Accepted":
         """What is in force for one choice."""

@@ -30,12 +30,14 @@ from baton.cluster.metrics import Book
 from baton.cluster.telemetry import NO_SPAN, Tracer, Value
 from baton.stages import e2e, tpot, ttft
 from router.curves import Curves, Point
+from router.degradation import Degradation, Rules
 from router.request import NEAR_DEADLINE_S, FinishReason, Lap, Request, Stopwatch, Trace, name_the_stage
 from router.request_log import RequestLog
 from router.slo import Attainment, Objectives, Times, missed_because
 from router.validate import MAX_REQUEST_ID
 
 log = logging.getLogger(__name__)
+LATE = frozenset({Reason.SATURATED.name, Reason.DEADLINE.name})
 REFUSALS = frozenset({Reason.RATE_LIMITED, Reason.SATURATED, Reason.NO_WORKER, Reason.DRAINING})
 
 
@@ -149,10 +151,19 @@ class Entry:
 
 class Journal:
     def __init__(
-        self, book: Book, tracer: Tracer, model: str, slo: SloConfig, keep: int, wall_clock: Callable[[], float] = time.time
+        self,
+        book: Book,
+        tracer: Tracer,
+        model: str,
+        slo: SloConfig,
+        keep: int,
+        wall_clock: Callable[[], float] = time.time,
+        degradation: Degradation | None = None,
     ) -> None:
         """`keep`: number of records kept."""
         # For `totals`; the metrics count the rest.
+        self.degradation = degradation or Degradation(Rules())
+        self._demand = 0  # requests that were served, or would have been with room and time for them
         self._goodput = self._handoffs = self._handoff_bytes = self._drafted = self._accepted = 0
         self._drafted_at, self._accepted_at = Counter[str](), Counter[str]()
         self.open_entries: dict[Entry, None] = {}  # an ordered set
@@ -179,6 +190,7 @@ class Journal:
         self._stages = book.histograms("baton_router_stage_duration_seconds")
         self._prompt_length = book.histogram("baton_router_request_prompt_tokens")
         self._output_length = book.histogram("baton_router_request_output_tokens")
+        book.read("baton_router_degradation_level", lambda: self.degradation.level)
         if self._objectives.limits:
             self._met = book.counter("baton_router_slo_met_total")
             self._missed = book.counters("baton_router_slo_missed_total")
@@ -228,6 +240,7 @@ class Journal:
         """`kv`: used share of the decode workers' pools, if there are any."""
         self._log.tell(now := self._wall_clock())
         self.curves.sample(now, running, queued, kv)
+        self._judge_level()
 
     def drawn_since(self, number: int) -> list[Point]:
         return self.curves.since(number, self._wall_clock())
@@ -250,6 +263,13 @@ class Journal:
             drafted_at=dict(self._drafted_at),
             accepted_at=dict(self._accepted_at),
         )
+
+    def _judge_level(self) -> None:
+        change = self.degradation.judge(loop_time(), self._demand, self._goodput)
+        if change:
+            share = self.degradation.share
+            seen = "no request ended lately" if share is None else f"{share:.0%} of the last requests met their objectives"
+            log.warning("%s: level %d of overload, %s", "serving less" if change > 0 else "serving more", self.degradation.level, seen)
 
     @property
     def objectives(self) -> dict[str, float]:
@@ -282,6 +302,7 @@ class Journal:
         self.curves.end(self._wall_clock(), outcome)
         self._count(entry, outcome, reason, times)
         self._goodput += outcome == "ok" and missed is None
+        self._demand += outcome == "ok" or reason in LATE
         self._handoffs += bool(trace.handoff.transport)
         self._handoff_bytes += trace.handoff.bytes
         self._drafted += trace.guesses.drafted

@@ -141,6 +141,7 @@ class Live:
             "router": {
                 "inflight": self._admission.inflight,
                 "queued": self._admission.queued,
+                "degraded": journal.degradation.level,
                 "registry": "reachable" if self._watch.registry_reachable else "away",
                 "requests": dict(at_workers.get("", {})),
             },
@@ -224,6 +225,7 @@ def merge_looks(own: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, 
         "router": {
             **own["router"],
             **{name: sum(state["router"][name] for state in states) for name in ("inflight", "queued")},
+            "degraded": max(state["router"]["degraded"] for state in states),
             "requests": _sum(state["router"]["requests"] for state in states),
         },
         "workers": [{**one, "requests": _sum(requests.get(one["name"], {}) for requests in there)} for one in own["workers"]],

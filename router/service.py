@@ -177,9 +177,10 @@ class GenerateService:
             if deadline <= loop_time():
                 raise BatonError(Reason.DEADLINE, "the deadline had passed before the request arrived")
             receipt = self._check_receipt(ask, self._served())
+            ask, degraded = self._journal.degradation.serve(ask, self._served().offer)
             if receipt is None:
                 await self._rates.check(ask.tenant)
-            async with aclosing(self._serve(ask, receipt, deadline, entry)) as events:
+            async with aclosing(self._serve(ask, receipt, deadline, entry, degraded)) as events:
                 async for event in events:
                     yield event
 
@@ -231,7 +232,9 @@ class GenerateService:
         receipt.check(ask.request_id, ask.tenant, served.model_fingerprint, time())
         return receipt
 
-    async def _serve(self, ask: Ask, receipt: Receipt | None, deadline: float, entry: Entry) -> AsyncGenerator[Event, None]:
+    async def _serve(
+        self, ask: Ask, receipt: Receipt | None, deadline: float, entry: Entry, degraded: tuple[str, ...]
+    ) -> AsyncGenerator[Event, None]:
         entry.trace.step = "admission"
         async with self._gate.place(entry, ask, deadline):
             entry.trace.step = "tokenizing"
@@ -243,7 +246,7 @@ class GenerateService:
                     # What the client sends back to go on: its own form, not the one that follows from tools and thinking.
                     told = replace(request.params, structured=ask.sampling.structured, logprobs=ask.sampling.logprobs)
                     facts = (plan.id, self.model_name, request.prompt_len, told)
-                    yield Accepted(*facts, plan.stops, plan.receipt, request.resumed, text.shown, plan.relaxed, ask.n)
+                    yield Accepted(*facts, plan.stops, plan.receipt, request.resumed, text.shown, plan.relaxed, ask.n, degraded)
                     async for event in events:
                         yield event
 

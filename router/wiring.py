@@ -21,6 +21,7 @@ from baton.cluster.health import HealthServer
 from baton.cluster.joining import Joining
 from baton.cluster.keys import ApiKeys, Quota
 from baton.cluster.lifecycle import Stage, Stop, move
+from baton.cluster.measures import read_measures
 from baton.cluster.membership import Membership, draw_incarnation, process_name
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
@@ -35,6 +36,7 @@ from router import gauges, reflection
 from router.admin import AdminDoor
 from router.admission import Admission
 from router.clients import GrpcWorkers, Streams
+from router.degradation import Degradation, Rules
 from router.dispatch import Dispatcher
 from router.door import GenerationDoor
 from router.http.app import HttpDoor, allow_origins
@@ -92,7 +94,10 @@ class RouterProcess:
         self._peers = Peers(self._registry, self.name, config)
         self._tracer = make_tracer(config.telemetry, config.cluster.name, "router", self.name)
         self._book = Book("router", model=self._model_name)
-        self._journal = Journal(self._book, self._tracer, self._model_name, config.slo, config.telemetry.recent_requests)
+        rules = Rules(read_measures(config.router.degrade), config.router.degrade_below, hold_s=config.router.degrade_hold_s)
+        self._journal = Journal(
+            self._book, self._tracer, self._model_name, config.slo, config.telemetry.recent_requests, degradation=Degradation(rules)
+        )
         self._metrics = MetricsServer(config, Exposition(self._book), lambda: self.stage is Stage.READY, self._guard, self._targets)
         self._health_pages = HealthServer(config, lambda: self.stage, waits_for=self._waits_for)
         self._watch: Watch | None = None

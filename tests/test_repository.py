@@ -169,7 +169,7 @@ PURE = (
     "baton/cluster/awake.py", "baton/worker/stall.py",
     "router/policy.py", "router/poison.py", "router/view.py", "router/members.py", "router/ledger.py", "router/served.py",
     "kvtransfer/choose.py", "kvtransfer/nixl_link.py", "router/prompt_lease.py",
-    "router/outliers.py", "router/retry_budget.py",
+    "router/degradation.py", "router/outliers.py", "router/retry_budget.py",
     "router/prefix_index.py", "router/admission.py", "router/pace.py",
     "router/curves.py", "router/listing.py",
     *(f"router/tools/{name}.py" for name in ("arguments", "calls", "delta", "families", "forms", "generic", "grammar", "reading")),

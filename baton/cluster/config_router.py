@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from baton.cluster.measures import read_measures
 from baton.section import Section
 
 
@@ -68,6 +69,24 @@ class RouterConfig(Section):
         description="What to do with requests that would wait so long that they miss their deadline or an objective of the slo section."
         " queue: let them wait. codel: refuse them immediately, and shorten a standing queue. lifo: as codel, and while the queue stands,"
         " serve the newest request first.",
+    )
+    degrade: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="What requests get less of under overload, level by level, each with all before it: speculation (nothing is guessed),"
+        " max_tokens=N (no answer is longer), priority=N (requests of a higher number are refused). Empty: nothing.",
+    )
+    degrade_below: float = Field(
+        default=0.9,
+        gt=0,
+        lt=1,
+        description="The next level is entered when a smaller share of the requests meets the objectives of the slo section.",
+    )
+    degrade_hold_s: float = Field(
+        default=15.0,
+        ge=1,
+        le=3600,
+        description="How long nearly all must have met them before a level is left, seconds; longer for one that was entered again.",
     )
     tokenizer_threads: int = Field(default=2, ge=1, le=64, description="Threads that turn prompts into tokens.")
     known_texts_mib: int = Field(
@@ -174,6 +193,10 @@ class RouterConfig(Section):
     def _ordered(self) -> Self:
         if self.default_timeout_s > self.max_timeout_s:
             raise ValueError(f"default_timeout_s ({self.default_timeout_s:g}) must not exceed max_timeout_s ({self.max_timeout_s:g})")
+        try:
+            read_measures(self.degrade)
+        except ValueError as error:
+            raise ValueError(f"degrade: {error}") from None
         return self
 
 

@@ -181,6 +181,7 @@ TABLE: tuple[Metric, ...] = (
         "baton_router_slo_attainment_ratio", "gauge", "ratio", ROUTER, "Share of the last slo.window requests that met every objective.",
     ),
     Metric("baton_router_slo_objective_seconds", "gauge", "seconds", ROUTER, "Objectives of the slo section.", {"objective": OBJECTIVES}),
+    Metric("baton_router_degradation_level", "gauge", "1", ROUTER, "Measures of router.degrade in force."),
     # The cluster, as the router sees it
     Metric("baton_router_known_text_tokens_total", "counter", "tokens", ROUTER, "Prompt tokens that were known from an earlier turn."),
     Metric("baton_router_prefix_index_entries", "gauge", "entries", ROUTER, "Entries in the prefix index, each a worker and a block key."),

@@ -306,7 +306,7 @@ class Hypothesis(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., score: _Optional[float] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., reasoning: _Optional[str] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_tokens", "sampling", "resume", "relaxed", "choices")
+    __slots__ = ("request_id", "model", "prompt_tokens", "sampling", "resume", "relaxed", "choices", "degraded")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -314,6 +314,7 @@ class Accepted(_message.Message):
     RESUME_FIELD_NUMBER: _ClassVar[int]
     RELAXED_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt_tokens: int
@@ -321,7 +322,8 @@ class Accepted(_message.Message):
     resume: bytes
     relaxed: _containers.RepeatedScalarFieldContainer[str]
     choices: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume: _Optional[bytes] = ..., relaxed: _Optional[_Iterable[str]] = ..., choices: _Optional[int] = ...) -> None: ...
+    degraded: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume: _Optional[bytes] = ..., relaxed: _Optional[_Iterable[str]] = ..., choices: _Optional[int] = ..., degraded: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("tokens", "choice")

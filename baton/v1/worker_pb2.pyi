@@ -882,7 +882,7 @@ class LiveResponse(_message.Message):
     def __init__(self, clock: _Optional[float] = ..., model: _Optional[str] = ..., router: _Optional[_Union[LiveRouter, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[LiveWorker, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[LiveJob, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[LiveError, _Mapping]]] = ..., totals: _Optional[_Union[LiveTotals, _Mapping]] = ..., slo: _Optional[_Union[LiveSlo, _Mapping]] = ..., routers: _Optional[_Iterable[_Union[RouterInfo, _Mapping]]] = ..., unlisted: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LiveRouter(_message.Message):
-    __slots__ = ("inflight", "queued", "registry", "requests")
+    __slots__ = ("inflight", "queued", "registry", "requests", "degraded")
     class RequestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -894,11 +894,13 @@ class LiveRouter(_message.Message):
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     REGISTRY_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
     inflight: int
     queued: int
     registry: str
     requests: _containers.ScalarMap[str, int]
-    def __init__(self, inflight: _Optional[int] = ..., queued: _Optional[int] = ..., registry: _Optional[str] = ..., requests: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    degraded: int
+    def __init__(self, inflight: _Optional[int] = ..., queued: _Optional[int] = ..., registry: _Optional[str] = ..., requests: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[int] = ...) -> None: ...
 
 class LiveWorker(_message.Message):
     __slots__ = ("name", "role", "state", "incarnation", "kv_blocks", "transport", "running", "waiting", "free_blocks", "credit_tokens", "cached_blocks", "leases", "waiting_tokens", "blocks_in_use", "requests", "silent", "restarting", "gpus", "speculation")

@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 AT_ONCE_BYTES = 64 << 10  # a longer body is read in a thread: others then wait for one step at a time, not for all of them
 TIMEOUT_HEADER = "x-request-timeout-ms"
 T = TypeVar("T")
+DEGRADED_HEADER = b"x-baton-degraded"
 
 
 class HttpDoor:
@@ -135,6 +136,8 @@ class HttpDoor:
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message["headers"], *((name, request_id.encode()) for name in api.id_headers)]
+                if lost := scope["state"].get("degraded"):
+                    message["headers"].append((DEGRADED_HEADER, "; ".join(lost).encode()))
             await send(message)
 
         try:
@@ -199,7 +202,7 @@ class HttpDoor:
         if last is not None:
             chosen = caller.request_id == request.headers.get("x-request-id")
             asked = resume(asked, last, caller.request_id if chosen else "")
-        events = self._events(asked, _timeout_s(request))
+        events = self._events(asked, _timeout_s(request), request.scope["state"])
         writer = api.writer(asked, caller.request_id)
         if asked.stream:
             numbering = Numbering(asked, last) if last is not None or asks_for_ids(asked, request.headers) else None
@@ -213,8 +216,9 @@ class HttpDoor:
                 await api.settle(writer)
             return InPieces(await gather(writer.whole(), self._budget))
 
-    async def _events(self, asked: Asked, timeout_s: float | None) -> AsyncGenerator[tuple[int, Event], None]:
-        """Yields events of all choices, each with the choice's number, when the turn has room for the work on it. Raises HttpError."""
+    async def _events(self, asked: Asked, timeout_s: float | None, state: dict[str, Any]) -> AsyncGenerator[tuple[int, Event], None]:
+        """Yields events of all choices, each with the choice's number, when the turn has room for the work on it, and notes in `state` what
+        overload took from the request. Raises HttpError."""
 
         async def one(number: int, ask: Ask) -> AsyncGenerator[Event, None]:
             try:
@@ -227,6 +231,8 @@ class HttpDoor:
         async with aclosing(merge([one(number, ask) for number, ask in enumerate(asked.asks)])) as events:
             async for number, event in events:
                 if isinstance(event, Accepted):
+                    if event.degraded:
+                        state["degraded"] = event.degraded
                     for choice in range(asked.n):
                         yield number * asked.n + choice, event.of(choice)
                     continue
@@ -366,7 +372,7 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Lets pages of `origins` use `app` from a browser. Keys travel in a header that the page sets itself, so no credentials are needed."""
     if not origins:
         return app
-    told = ("x-request-id", "request-id", "retry-after")
+    told = ("x-request-id", "request-id", "retry-after", DEGRADED_HEADER.decode())
     return CORSMiddleware(app, allow_origins=origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",), expose_headers=told)
 
 

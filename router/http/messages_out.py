@@ -114,6 +114,8 @@ class Writer:
             self._prompt_tokens, self._stops = event.prompt_tokens, event.stops
             if event.relaxed:
                 self._head["relaxed"] = [self._in_their_words(one) for one in event.relaxed]
+            if event.degraded:
+                self._head["degraded"] = list(event.degraded)
             return
         if isinstance(event, Scores):
             return  # this API does not ask for them

@@ -348,6 +348,8 @@ class Writer:
                     choice.sampling = {"sampling": in_force(event)}
                 if event.relaxed:
                     choice.sampling = choice.sampling | {"relaxed": list(event.relaxed)}
+                if event.degraded:
+                    choice.sampling = choice.sampling | {"degraded": list(event.degraded)}
             case Piece():
                 choice.completion_tokens += 1
                 choice.length += len(event.text)

@@ -133,6 +133,8 @@ class Writer:
             self._head |= {"temperature": event.params.temperature, "top_p": event.params.top_p}
             if event.relaxed:
                 self._head["relaxed"] = [sentence.replace("].function.", "].", 1) for sentence in event.relaxed]
+            if event.degraded:
+                self._head["degraded"] = [sentence.replace("max_tokens:", "max_output_tokens:", 1) for sentence in event.degraded]
             return
         if isinstance(event, Scores):
             return  # this API does not ask for them

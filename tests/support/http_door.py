@@ -111,6 +111,7 @@ class House:
         if self.workers:
             view.update([record("d0", tokenizer_fingerprint=self.tokenizer.fingerprint, max_model_len=self.context)], 0.0)
         self.admission = Admission(self.config.max_inflight, self.config.max_queue)
+        self.journal = Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(), keep=10)
         numbers = count(1)
         draw_id = lambda: f"req-{next(numbers)}"  # noqa: E731
         self.service = GenerateService(
@@ -119,7 +120,7 @@ class House:
             dispatcher=self.script,  # type: ignore[arg-type]
             admission=self.admission,
             config=self.config,
-            journal=Journal(Book("router", model="toy"), Tracer(), "toy", SloConfig(), keep=10),
+            journal=self.journal,
             draws=Draws(lambda: 77, draw_id),
             tenancy=Tenancy(shared_prefixes=self.shared_prefixes, receipt_key=self.receipt_key, kept=self._kept()),
         )

@@ -73,7 +73,7 @@ function showNumbers(now) {
   const meter = $("goodput").querySelector("meter");
   meter.hidden = attainment === null;
   if (attainment !== null) Object.assign(meter, { value: attainment, low: 0.9, high: 0.95, optimum: 1 });
-  put("flight", `${now.router.inflight}`, `in flight now${now.router.queued ? `, ${now.router.queued} more queued` : ""}`);
+  put("flight", `${now.router.inflight}`, `in flight now${now.router.queued ? `, ${now.router.queued} more queued` : ""}${now.router.degraded ? `, overload level ${now.router.degraded}` : ""}`);
   put("tokens", short(rate("output_tokens")), "output tokens/s");
   const [cached, prompt] = ["cached_tokens", "prompt_tokens"].map((name) => gained(name, COMPLETED_OVER_S).more);
   put("cached", prompt ? percent(cached / prompt) : "–", "prompt tokens cached, last minute");

@@ -713,5 +713,5 @@ async def test_only_pages_of_listed_origins_may_read_an_answer(
     assert answer.headers.get("access-control-allow-origin") == allowed
     if allowed:
         assert preflight.headers["access-control-allow-headers"] == "authorization,content-type"
-        assert answer.headers["access-control-expose-headers"] == "x-request-id, request-id, retry-after"
+        assert answer.headers["access-control-expose-headers"] == "x-request-id, request-id, retry-after, x-baton-degraded"
     assert "access-control-allow-credentials" not in answer.headers
