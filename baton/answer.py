@@ -38,6 +38,17 @@ class PromptToken:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheReport:
+    """Why prompt tokens were computed although prompts are cached."""
+
+    promised_tokens: int  # the worker that computed the prompt was thought to hold or to fetch them
+    reachable_tokens: int  # some worker was thought to hold them
+    uncached: tuple[tuple[str, int], ...]  # cause and tokens, in the order of the prompt
+    holder: str = ""  # the worker that held the reachable ones, if more were reachable than promised
+    changed_at: int | None = None  # the first token that can differ from an earlier prompt
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
     completion_tokens: int
@@ -48,6 +59,7 @@ class Usage:
     accepted_prediction_tokens: int = 0  # of the request's prediction: the answer has them
     rejected_prediction_tokens: int = 0
     discarded_tokens: int = 0  # generated for choices that were not among the best; told with the last choice
+    cache: CacheReport | None = None  # None: no prompt was computed for this choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +222,7 @@ class Assembly:
             prompt_logprobs=tuple(self.prompt),
             finish_reason=_FINISH.get(finished.reason, "unknown"),
             stop=getattr(finished, stopped_by) if stopped_by else None,
-            usage=Usage(*(getattr(finished.usage, one.name) for one in fields(Usage))),
+            usage=_usage(finished.usage),
             stages_ms={f.name.removesuffix("_ms"): getattr(finished.stages, f.name) for f in finished.stages.DESCRIPTOR.fields},
             workers={f.name: getattr(finished.workers, f.name) for f in finished.workers.DESCRIPTOR.fields},
             handoff={f.name: getattr(finished.handoff, f.name) for f in finished.handoff.DESCRIPTOR.fields},
@@ -222,6 +234,16 @@ class Assembly:
             hypotheses=tuple(self.hypotheses),
             degraded=tuple(self.accepted.degraded),
         )
+
+
+def _usage(told: pb.Usage) -> Usage:
+    cache = None
+    if told.HasField("cache"):
+        report = told.cache
+        causes = tuple((one.cause, one.tokens) for one in report.uncached)
+        changed_at = report.changed_at if report.HasField("changed_at") else None
+        cache = CacheReport(report.promised_tokens, report.reachable_tokens, causes, report.holder, changed_at)
+    return Usage(**{one.name: getattr(told, one.name) for one in fields(Usage)} | {"cache": cache})
 
 
 def _alone(response: pb.GenerateResponse) -> pb.GenerateResponse:

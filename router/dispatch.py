@@ -39,6 +39,7 @@ from router.prompt_lease import Joined, PromptLease, Started
 from router.request import NEAR_DEADLINE_S, Failure, Request, Scores, Tokens, emitted, too_late
 from router.request_log import RequestLog, name
 from router.served import ServedModel
+from router.uncached import Explainer, Prompt, Sought
 from router.waiting_room import NoRoom
 from router.workers import Adopted, DecodeEvent, Died, Ended, FirstToken, Fork, Opened, Source, Workers
 
@@ -55,8 +56,9 @@ class Dispatcher:
         config: RouterConfig,
         clock: Callable[[], float] = loop_time,
         max_queue: int = TERMS.max_queue,
+        caching: bool = True,
     ) -> None:
-        """`max_queue`: how many sequences a worker lets wait."""
+        """`max_queue`: how many sequences a worker lets wait. `caching`: whether workers keep what they have computed."""
         self._model, self._members = model, model.members
         self._workers = workers
         self._config = config
@@ -67,6 +69,7 @@ class Dispatcher:
         self._poison = Poison()
         self._log = RequestLog(log)
         self._life = Life(workers, config.hang_s)
+        self._explainer = Explainer(model, config.fetch_tokens, caching)
         self._choosing = Choosing(model, config, self.conduct, clock, max_queue)
 
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
@@ -190,6 +193,7 @@ class Dispatcher:
         try:
             self._poison.begin(work, request, worker.name, worker.incarnation)
             uncached = len(request.tokens) - choice.overlap_blocks * worker.block_size
+            sought = self._seek(request, choice, failed, bypass=False)
             members.start_prefill(work, worker.name, uncached)
             self._model.index.predict(worker.name, self._choosing.keys(request), self._clock() + self._config.predict_ttl_s)
             await self._choosing.turn_to_send(request)
@@ -209,7 +213,7 @@ class Dispatcher:
         trace.prefill_wait_ms += first.wait_ms
         trace.prefill_compute_ms += first.compute_ms
         if not request.made:
-            trace.cached_tokens = min(first.cached_tokens, request.prompt_len)
+            self._note_cached(request, first.cached_tokens, sought)
         return first
 
     async def _first_token(self, request: Request, choice: Choice, uncached: int, failed: set[Identity], lease: PromptLease) -> FirstToken:
@@ -270,8 +274,11 @@ class Dispatcher:
         started, lease.reader = lease.reader, None
         if started is not None and started.live is not None:
             return started, started.live.events
-        started = self._start(request, await self._choosing.decode(request, failed))
+        choice = await self._choosing.decode(request, failed)
+        sought = None if lease.handle else self._seek(request, choice, failed, bypass=True)
+        started = self._start(request, choice)
         started.whole_prompt = not lease.handle and started.known == request.prompt_len + request.resumed
+        started.sought = sought if started.whole_prompt else None
         return started, partial(self._open, request, started, lease.handle)
 
     async def _read(
@@ -299,7 +306,7 @@ class Dispatcher:
                     if isinstance(event, Ended):
                         self._note_found(request, found)
                         self.conduct.decoded(worker)
-                        self._note_end(request, event, started.whole_prompt)
+                        self._note_end(request, event, started)
                         continue
                     if isinstance(event, Scores):
                         request.note_scores(event)
@@ -340,13 +347,25 @@ class Dispatcher:
             failed.add((holder.name, holder.incarnation))  # either end may be the bad one
         await self._blame(request, worker, error, failed, started.work)
 
-    def _note_end(self, request: Request, ended: Ended, whole_prompt: bool) -> None:
-        """`whole_prompt`: this decode worker computed the prompt, so its cache is the one that counts."""
-        trace = request.trace
-        trace.handoff.recomputed_tokens += ended.recomputed_tokens
-        if whole_prompt:
-            trace.cached_tokens = min(ended.cached_tokens, request.prompt_len)
+    def _note_end(self, request: Request, ended: Ended, started: Started) -> None:
+        request.trace.handoff.recomputed_tokens += ended.recomputed_tokens
+        if started.whole_prompt:  # its cache is the one that counts
+            self._note_cached(request, ended.cached_tokens, started.sought)
         request.finish = ended.finish
+
+    def _seek(self, request: Request, choice: Choice, failed: set[Identity], bypass: bool) -> Sought:
+        served = self._model.served
+        keys = self._choosing.keys(request)[: (request.prompt_len - 1) // served.block_size] if served else []
+        return self._explainer.seek(choice, bypass, keys, failed)
+
+    def _note_cached(self, request: Request, cached_tokens: int, sought: Sought | None) -> None:
+        """The prompt was computed, with so many cached tokens. `sought`: None if it counts for another answer."""
+        trace = request.trace
+        trace.cached_tokens = min(cached_tokens, request.prompt_len)
+        if sought is not None:
+            scored = request.params.prompt_logprobs is not None
+            prompt = Prompt(request.tokens, request.prompt_len, request.keys, request.tenant, request.salt, scored)
+            trace.uncached = self._explainer.explain(prompt, sought, trace.cached_tokens)
 
     def _open(
         self, request: Request, started: Started, handle: bytes, first: "asyncio.Future[int] | None" = None

@@ -88,6 +88,7 @@ class Record:
             "output_tokens": self.output_tokens,
             "cached_tokens": trace.cached_tokens,
             "fetched_tokens": trace.fetched_tokens,
+            "cache": None if trace.uncached is None else trace.uncached.to_json(),
             "retries": trace.retries,
             "stages": self.times.stages,
             "laps": [_lap(lap, start) for lap in laps],
@@ -179,6 +180,7 @@ class Journal:
         self._prompt_tokens = book.counter("baton_router_prompt_tokens_total")
         self._output_tokens = book.counter("baton_router_output_tokens_total")
         self._cached_tokens = book.counter("baton_router_cached_tokens_total")
+        self._uncached = book.counters("baton_router_uncached_tokens_total")
         self._choices = book.counters("baton_router_choices_total")
         self._bypasses = book.counters("baton_router_bypasses_total")
         self._retries = book.counters("baton_router_retries_total")
@@ -240,7 +242,7 @@ class Journal:
         """`kv`: used share of the decode workers' pools, if there are any."""
         self._log.tell(now := self._wall_clock())
         self.curves.sample(now, running, queued, kv)
-        self._judge_level()
+        self._judge_level(now)
 
     def drawn_since(self, number: int) -> list[Point]:
         return self.curves.since(number, self._wall_clock())
@@ -264,8 +266,8 @@ class Journal:
             accepted_at=dict(self._accepted_at),
         )
 
-    def _judge_level(self) -> None:
-        change = self.degradation.judge(loop_time(), self._demand, self._goodput)
+    def _judge_level(self, now: float) -> None:
+        change = self.degradation.judge(now, self._demand, self._goodput)
         if change:
             share = self.degradation.share
             seen = "no request ended lately" if share is None else f"{share:.0%} of the last requests met their objectives"
@@ -358,6 +360,8 @@ class Journal:
             self._prompt_tokens.inc(request.prompt_len)
             self._prompt_length.observe(request.prompt_len)
             self._cached_tokens.inc(trace.cached_tokens)
+        for cause, tokens in trace.uncached.causes if trace.uncached else ():
+            self._uncached[cause].inc(tokens)
         self._output_tokens.inc(request.made)
         for choice in trace.choices:
             self._choices[choice].inc()

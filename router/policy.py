@@ -35,7 +35,7 @@ Parameters of both choices:
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from baton.cluster.records import WorkerRecord
@@ -74,6 +74,8 @@ class Choice:
     cost: float  # tokens
     reason: str
     source: Cached | None = None  # for a prefill worker: the worker that holds more of the prompt
+    # A worker that holds the most of the prompt, whether it can be asked for it or not: told with the choice, and no part of it.
+    most: Cached | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def choose_prefill(
     best = _lowest(choices, lambda c: (c.cost, model.members.prefill_tokens(c.worker, now), c.source is not None), tie)
     if decoder is not None and best.worker == decoder.name:
         return Bypass("same worker")  # it serves both roles
-    return best
+    return replace(best, most=_holding_most(overlaps))
 
 
 def choose_decode(
@@ -135,9 +137,11 @@ def choose_decode(
     tie: int = 0,
 ) -> Choice | Saturated | None:
     """Returns None if every decode worker has failed this request."""
-    best = _choose_decode(model, model.index.overlap(keys, now), longest, exclude, terms, tie)
+    overlaps = model.index.overlap(keys, now)
+    best = _choose_decode(model, overlaps, longest, exclude, terms, tie)
     if isinstance(best, _Candidate):
-        return Choice(best.name, best.overlap, best.cost, "fits" if best.credit >= longest else "queues")
+        reason = "fits" if best.credit >= longest else "queues"
+        return Choice(best.name, best.overlap, best.cost, reason, most=_holding_most(overlaps))
     return best
 
 
@@ -147,6 +151,13 @@ def places(model: ServedModel) -> int | None:
     if not decoders or any(worker.max_num_seqs < 1 for worker in decoders):
         return None
     return sum(worker.max_num_seqs for worker in decoders) + sum(-(-worker.max_num_seqs // AHEAD) for worker in (*decoders, *prefillers))
+
+
+def _holding_most(overlaps: Mapping[str, int]) -> Cached | None:
+    if not overlaps:
+        return None
+    name = max(overlaps, key=lambda worker: (overlaps[worker], worker))
+    return Cached(name, overlaps[name])
 
 
 def _most_cached(model: ServedModel, overlaps: Mapping[str, int], exclude: Collection[Identity], tie: int) -> Cached | None:

@@ -166,6 +166,11 @@ class PrefixIndex:
                 if held.predicted.pop(key, None) is not None:
                     self._unset(held.device, key)
 
+    def is_predicted(self, worker: str, key: bytes) -> bool:
+        """Whether a key counts as cached there only because a prompt with it was sent to the worker."""
+        held = self._workers.get(worker)
+        return held is not None and key in held.predicted
+
     def overlap(self, keys: Sequence[bytes], now: float, medium: str = DEVICE) -> dict[str, int]:
         """How many leading `keys` each worker holds in a medium; workers that hold none are left out. Drops predictions that have
         expired."""

@@ -18,6 +18,7 @@ from baton.cluster.records import WorkerRecord
 from baton.moves import Moves
 from router.live_decode import LiveDecode
 from router.request import Request
+from router.uncached import Sought
 from router.workers import Fork
 
 
@@ -51,6 +52,7 @@ class Started:
     work: str
     known: int  # tokens sent to it
     whole_prompt: bool = False  # it computes the prompt, and nobody did before
+    sought: Sought | None = None  # for that one, unless other answers share its prompt
     live: LiveDecode | None = None
 
 

@@ -15,6 +15,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.stages import STAGES, Stage, itl
 from router.backlog import ENTRY_BYTES, TOP_BYTES, Backlog
 from router.family import Family
+from router.uncached import Uncached
 
 MAX_STEPS = 256  # with guesses, that a record of the request keeps
 MAX_PLACES = 16  # in the guess of a step, of which the page tells
@@ -109,6 +110,7 @@ class Trace:
     retry_refused: bool = False  # the budget of all requests was spent
     first_at: float = 0.0  # when the first token came, on the stopwatch's clock; 0 before
     last_at: float = 0.0
+    uncached: Uncached | None = None  # None: the prompt was not computed here, or counts for another answer
     guesses: "Guesses" = field(default_factory=lambda: Guesses())
     gaps: "array[float]" = field(default_factory=lambda: array("d"))  # seconds between successive tokens
 
@@ -267,6 +269,7 @@ class Request:
     resumed: int = 0  # output tokens that it arrived with: an earlier call has streamed them
     family: "Family[Request, Any] | None" = None  # the answers to the same prompt
     choice: int = 0  # its place there
+    tenant: str = ""
     found: tuple[Hypothesis, ...] = ()  # the answer of a beam search: `tokens` stays the prompt
 
     @property

@@ -3,6 +3,7 @@ what. Who is there at all is told elsewhere (`router.members`). Nothing is decid
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from baton.cluster.records import RoleName, WorkerRecord
@@ -73,6 +74,10 @@ class ServedModel:
             fit = (member.record for member in self.members.answering(role) if self._fits(member.record.name))
             self._pools[role] = tuple((record.name, record.incarnation) for record in fit)
         return self._pools[role]
+
+    def processes(self) -> AbstractSet[tuple[str, int]]:
+        """Names and incarnations of all of this model's members."""
+        return self._workers.items()
 
     def misfit(self, name: str) -> str | None:
         """Why a member gets no requests although it may be ready: what of its record does not fit what is served."""

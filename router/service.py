@@ -295,8 +295,8 @@ class GenerateService:
         blank = partial(self._transcript, ask, prompt, params, stops, self._forms.call_id(name, digest))
         text = blank()
         tokens = [*prompt, *output] if output else prompt
-        request = Request(name, tokens, len(prompt), params, self._salt(ask), deadline, trace, resumed=len(output), priority=ask.priority)
-        request.backlog = ask.backlog
+        facts = name, tokens, len(prompt), params, self._salt(ask), deadline, trace
+        request = Request(*facts, resumed=len(output), priority=ask.priority, backlog=ask.backlog, tenant=ask.tenant)
         long = len(prompt) > LONG_PROMPT
         if receipt is not None:
             receipt.check_model(served.model_fingerprint)  # it may have changed while the request waited

@@ -130,7 +130,9 @@ class RouterProcess:
     def _serve(self, tokenizer: Tokenizer, watch: Watch) -> None:
         """What answers a request, from the service to the workers, and its metrics."""
         config, model = self.config, self._view.models[self._model_name]
-        dispatcher = Dispatcher(model, self._workers, config.router, max_queue=config.engine.max_queue)
+        dispatcher = Dispatcher(
+            model, self._workers, config.router, max_queue=config.engine.max_queue, caching=config.engine.prefix_caching
+        )
         self.service = GenerateService(
             model=model,
             text=self._text(tokenizer),

@@ -36,7 +36,14 @@ ARROWS = {
         "baton.section",
     },
     "baton.cli": {"baton", "kvtransfer", "loadtest.cli", "loadtest.options"},
-    "baton.cluster": {"baton.engine.core.block_key", "baton.engine.options", "baton.moves", "baton.section", "baton.stages"},
+    "baton.cluster": {
+        "baton.engine.core.block_key",
+        "baton.engine.options",
+        "baton.moves",
+        "baton.section",
+        "baton.stages",
+        "baton.uncached",
+    },
     "baton.engine": {"baton.section"},  # and its own files: options, runner, choice, build, start
     "baton.engine.core": {"baton.moves"},
     "baton.engine.facts": {"baton.engine.core"},
@@ -106,6 +113,7 @@ ARROWS = {
         "baton.cluster",
         "baton.moves",
         "baton.stages",
+        "baton.uncached",
         "baton.v1",
     },
 }
@@ -163,7 +171,7 @@ PURE = (
     "baton/engine/core/drafting.py", "baton/engine/core/prompt_lookup.py", "baton/engine/core/step_costs.py",
     "baton/engine/core/grammar.py", "baton/engine/core/masks.py", "baton/engine/core/thinking.py", "baton/engine/grammars/closing.py",
     "baton/engine/grammars/keywords.py", "baton/engine/grammars/repetition.py",
-    "baton/stages.py", "kvtransfer/lease.py",
+    "baton/stages.py", "kvtransfer/lease.py", "router/uncached.py",
     "baton/engine/vllm/block_events.py", "baton/engine/vllm/desk.py", "baton/engine/vllm/ledger.py",
     "baton/attempts.py", "baton/launch/patience.py", "baton/launch/placing.py", "baton/launch/pods.py",
     "baton/cluster/awake.py", "baton/worker/stall.py",

@@ -10,7 +10,21 @@ from rich.text import Text
 from baton.access.access import Access
 from baton.cli.admin import read_records
 from baton.cli.options import Listing
-from baton.cli.view import BAR_WIDTH, STAGE_COLOURS, bar, colour, guesses, kind, legend, moment, seconds, size, strip, transfer_parts
+from baton.cli.view import (
+    BAR_WIDTH,
+    STAGE_COLOURS,
+    bar,
+    colour,
+    guesses,
+    kind,
+    legend,
+    moment,
+    seconds,
+    size,
+    strip,
+    transfer_parts,
+    uncached,
+)
 from baton.launch.state import StateError
 from baton.terminal import Fitting
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -93,7 +107,8 @@ def draw(record: dict[str, Any]) -> Group:
         detail = _detail(row, record) if row is final[stage] else row["worker"]
         table.add_row(stage, line, Text(f"{length * 1000:8.1f} ms", justify="right"), Text(detail, style="dim"))
     drawn = [guesses(record["guesses"], record["accepted_tokens"], record["drafted_tokens"])] if record["drafted_tokens"] else []
-    return Group(_head(record), table, *drawn, _foot(record))
+    why = [uncached(record["cache"])] if record["cache"] else []
+    return Group(_head(record), table, *drawn, *why, _foot(record))
 
 
 def _head(record: dict[str, Any]) -> Text:

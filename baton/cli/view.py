@@ -65,6 +65,14 @@ def legend() -> Text:
     return Text("  ").join(Text.assemble((mark, colour(kind)), f" {kind}") for kind, mark in MARKS.items())
 
 
+def uncached(report: dict[str, Any]) -> Text:
+    """Why tokens of a prompt were computed. `report`: a `CacheReport`."""
+    causes = ", ".join(f"{one['tokens']} {one['cause']}" for one in report["uncached"])
+    line = f"computed: {causes or 'nothing'} · promised {report['promised_tokens']}, reachable {report['reachable_tokens']}"
+    line += f" at {report['holder']}" if report["holder"] else ""
+    return Text(line + (f" · changed at token {report['changed_at']}" if report["changed_at"] is not None else ""), style="dim")
+
+
 def guesses(steps: list[int], accepted: int, drafted: int) -> Text:
     """Steps of several tokens: accepted guesses and those that were not right, and all in numbers. `steps`: two numbers for each step."""
     line, room = Text(), GUESSES_WIDTH

@@ -17,6 +17,7 @@ from baton.cluster.errors import Reason
 from baton.cluster.handoff import COUNTED
 from baton.engine.options import EngineOptions
 from baton.stages import PREFILL_PARTS, STAGES
+from baton.uncached import UNCACHED
 
 Kind = Literal["counter", "gauge", "histogram"]
 Role = Literal["router", "prefill", "decode"]
@@ -139,6 +140,10 @@ TABLE: tuple[Metric, ...] = (
         aliases=(Alias("vllm:generation_tokens_total"),),
     ),
     Metric("baton_router_cached_tokens_total", "counter", "tokens", ROUTER, "Prompt tokens whose KV was cached instead of computed."),
+    Metric(
+        "baton_router_uncached_tokens_total", "counter", "tokens", ROUTER,
+        "Prompt tokens that were computed, by why they were not cached.", {"cause": tuple(UNCACHED)},
+    ),
     Metric(
         "baton_router_request_prompt_tokens", "histogram", "tokens", ROUTER, "Tokens in a prompt.", buckets=LENGTH_TOKENS,
         aliases=(Alias("vllm:request_prompt_tokens"),),

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ from router.http.encoding import IDENTITY, check_encoding, unpack
 from router.http.errors import HttpError, bad_value, to_http, to_json
 from router.http.event_id import HEADER, Numbering, asks_for_ids, last_event, resume
 from router.http.event_stream import EventStream, chunks
+from router.http.explained import explains
 from router.http.openai_in import Asked, Caller
 from router.http.openai_out import REASONING
 from router.http.openapi import document
@@ -196,6 +198,8 @@ class HttpDoor:
     async def _generate(self, request: Request, api: Api) -> Response:
         caller = self._caller(request)
         asked = await self._read(request, lambda body: api.read(body, caller))
+        if explains(request.headers):
+            asked = replace(asked, explains=True)
         if api.prepare is not None:
             asked = await api.prepare(asked)
         last = last_event(request.headers.get(HEADER)) if asked.stream else None

@@ -16,6 +16,7 @@ from router.events import Accepted, Finished, Part
 from router.http import api as api_
 from router.http.api import Json
 from router.http.errors import HttpError, to_json, to_param
+from router.http.explained import Explained
 from router.http.openai_in import Asked, Caller
 from router.http.openai_out import check_size
 from router.http.pieces import members
@@ -72,6 +73,7 @@ class Writer:
         self._asked = asked
         self._tokenizer = tokenizer
         self._head: Json = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
+        self._explained = Explained(asked.asks, tokenizer) if asked.explains else None
         self._begun = False
         self._open: Json | None = None  # the block that goes on
         self._blocks = 0  # that have begun
@@ -128,6 +130,9 @@ class Writer:
         if isinstance(event, Finished):
             yield from self._close()
             usage = self._usage(event.request.trace.cached_tokens, event.request.output_len)
+            if self._explained:
+                self._explained.take(event.request)
+                usage["input_tokens_details"] = self._explained.members()
             usage["output_tokens_details"] = {"thinking_tokens": event.reasoning_tokens}
             yield {"type": "message_delta", "delta": self._why(event), "usage": usage}
             yield {"type": "message_stop"}

@@ -76,6 +76,7 @@ class Asked:
     text: bool = True  # the answer has the text
     prompt: tuple[int, ...] | None = None  # the answer repeats it
     shows_thinking: bool = True
+    explains: bool = False  # the usage says why prompts were not cached
     echoes: bool = False  # the text of a choice begins with the prompt
     echoed_logprobs: int | None = None  # of the prompt's tokens, before the output's
     prompt_logprobs: int | None = None  # of the prompt's tokens, apart from the output's

@@ -17,6 +17,7 @@ from router.events import Accepted, Finished, Part, Piece
 from router.found import Found
 from router.http import api as api_
 from router.http.errors import bad_value, to_json
+from router.http.explained import Explained
 from router.http.forms import written
 from router.http.openai_in import Asked, Caller
 from router.http.pieces import list_of, list_of_ids, members
@@ -213,6 +214,7 @@ class Writer:
         self._prompts = [PromptOut() for _ in asked.asks]
         self._size = 0  # bytes of a whole answer so far, about
         self._chunk_head = self._head | {"object": self._shape.chunk_name}
+        self._explained = Explained(asked.asks, tokenizer) if asked.explains else None
 
     def take(self, index: int, event: Part) -> None:
         """Notes an event of a choice whose answer is sent as a whole. Log-probabilities are written now: at the end, those of all tokens
@@ -324,7 +326,7 @@ class Writer:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": cached} | (self._explained.members() if self._explained else {}),
             **details,
         }
 
@@ -334,6 +336,8 @@ class Writer:
 
     def _note(self, index: int, event: Part) -> None:
         choice = self._choices[index]
+        if self._explained and isinstance(event, Finished):
+            self._explained.take(event.request)
         match event:
             case Accepted():
                 choice.prompt_tokens = event.prompt_tokens

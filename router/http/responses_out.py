@@ -12,6 +12,7 @@ from typing import Any
 
 from router.events import Accepted, Finished, Part, Piece
 from router.http.errors import HttpError, bad_value, to_json
+from router.http.explained import Explained
 from router.http.openai_out import MAX_WHOLE_BYTES
 from router.http.pieces import list_of, members
 from router.http.prompt_out import LOWEST_LOGPROB, token_text
@@ -92,6 +93,7 @@ class Writer:
         self._status = "in_progress"
         self._completed_at: int | None = None
         self._usage: _Json | None = None
+        self._explained = Explained(asked.asks, tokenizer) if asked.explains else None
         self._prompt_tokens = self._output_tokens = 0
         self._size = 0  # bytes of the answer so far, about
 
@@ -241,6 +243,9 @@ class Writer:
         yield from self._close(self._status)
         self._completed_at = int(self._clock()) if self._status == "completed" else None
         cached = {"cached_tokens": event.request.trace.cached_tokens, "cache_write_tokens": 0}
+        if self._explained:
+            self._explained.take(event.request)
+            cached |= self._explained.members()
         self._usage = {
             "input_tokens": self._prompt_tokens,
             "input_tokens_details": cached,

@@ -54,6 +54,13 @@ def test_text_shows_what_was_guessed_and_what_was_corrected() -> None:
     assert [guessed(token) for token in tokens] == ["", "green", "red underline", "green"]
 
 
+def test_it_is_told_why_tokens_were_computed() -> None:
+    causes = [{"cause": "evicted", "tokens": 96}, {"cause": "changed", "tokens": 64}, {"cause": "partial", "tokens": 7}]
+    cache = {"promised_tokens": 32, "reachable_tokens": 48, "uncached": causes, "holder": "decode-1", "changed_at": 128}
+    line = "computed: 96 evicted, 64 changed, 7 partial · promised 32, reachable 48 at decode-1 · changed at token 128"
+    assert drawn(record(cache=cache))[5] == line and not any(line.startswith("computed") for line in drawn(record()))
+
+
 def test_a_failure_is_drawn_where_it_happened() -> None:
     laps = [lap("queue", 0, 0.1), lap("prefill", 0.1, 0.5, "p0"), lap("prefill", 0.5, 1.0, "p1")]
     failures = [{"at": 0.5, "worker": "p0", "reason": "WORKER_LOST"}]

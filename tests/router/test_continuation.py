@@ -102,7 +102,8 @@ def ends(responses: list[pb.GenerateResponse]) -> pb.Finished:
     finished.CopyFrom(responses[-1].finished)
     for name in ("stages", "workers", "handoff"):
         finished.ClearField(name)
-    finished.usage.ClearField("cached_tokens")
+    for name in ("cached_tokens", "cache"):
+        finished.usage.ClearField(name)
     return finished
 
 

@@ -22,6 +22,7 @@ def record(**change: Any) -> dict[str, Any]:
         "prompt_tokens": 199,
         "output_tokens": 21,
         "cached_tokens": 32,
+        "cache": None,
         "retries": 0,
         "laps": [lap("queue", 0, 0.1), lap("prefill", 0.1, 0.4, "p0"), lap("transfer", 0.4, 0.5, "d0"), lap("decode", 0.5, 1.0, "d0")],
         "failures": [],

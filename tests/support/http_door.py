@@ -31,6 +31,7 @@ from router.request import FinishReason, Request, Token, Tokens
 from router.service import Draws, GenerateService, ModelText, Tenancy
 from router.tokenizer import Tokenizer
 from router.tools.forms import Forms
+from router.uncached import Uncached
 from router.view import ClusterView
 
 CONTEXT = 4096  # tokens; of the worker in the view
@@ -52,6 +53,7 @@ class Script:
     finish: FinishReason | None = "length"
     error: Exception | None = None
     cached: int = 0
+    uncached: Uncached | None = None
     gate: asyncio.Event | None = None
     gate_at: int = 0
     joins: int = 1
@@ -63,7 +65,7 @@ class Script:
 
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
         self.begun.append(request)
-        request.trace.cached_tokens = self.cached
+        request.trace.cached_tokens, request.trace.uncached = self.cached, self.uncached
         ready: list[Token] = []
         try:
             for i, id_ in enumerate((*self.ids[request.output_len :], None)):

@@ -115,6 +115,8 @@ function facts(record) {
     tenant: record.tenant,
     "first token": record.ttft === null ? "" : `after ${time(record.ttft)}${record.tpot === null ? "" : `, then ${time(record.tpot)} a token`}`,
     prompt: `${count(record.prompt_tokens, "token")}, ${record.cached_tokens} cached, ${record.fetched_tokens} fetched from another worker`,
+    computed: (record.cache?.uncached ?? []).map((one) => `${one.tokens} ${one.cause}`).join(", "),
+    "could be cached": record.cache ? `${record.cache.promised_tokens} promised, ${record.cache.reachable_tokens} reachable` : "",
     output: count(record.output_tokens, "token"),
     guesses: record.drafted_tokens ? `${record.accepted_tokens} of ${record.drafted_tokens} right` : "",
     choice: record.choices > 1 ? `${record.choice} of ${record.choices}, from one prompt` : "",

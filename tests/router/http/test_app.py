@@ -16,8 +16,10 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys, Entry
 from router.events import Event
 from router.http.app import allow_origins
+from router.http.explained import first_unlike
 from router.http.openapi import document
 from router.tokenizer import Tokenizer
+from router.uncached import Uncached
 from router.validate import Ask
 
 STREAM = {**HELLO, "stream": True}
@@ -715,3 +717,29 @@ async def test_only_pages_of_listed_origins_may_read_an_answer(
         assert preflight.headers["access-control-allow-headers"] == "authorization,content-type"
         assert answer.headers["access-control-expose-headers"] == "x-request-id, request-id, retry-after, x-baton-degraded"
     assert "access-control-allow-credentials" not in answer.headers
+
+
+# Why a prompt was not cached
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_asks_is_told_why_its_prompt_was_not_cached(house: House, stream: bool) -> None:
+    found = Uncached(64, 96, (("busy", 32), ("changed", 16), ("partial", 3)), "p1", 8)
+    house.script.uncached = found
+    body = {**HELLO, "stream": stream, "stream_options": {"include_usage": True}} if stream else HELLO
+    silent, told = await house.post(CHAT, body), await house.post(CHAT, body, headers={"x-baton-explain": "cache"})
+    details = [(one.chunks[-1] if stream else one.json)["usage"]["prompt_tokens_details"] for one in (silent, told)]
+    assert "uncached_tokens" not in details[0]
+    causes = {"busy": 32, "changed": 16, "partial": 3}
+    more = {"promised_tokens": 64, "reachable_tokens": 96, "uncached_tokens": causes, "changed_at": 8, "changed_message": 0}
+    assert details[1] == details[0] | more
+    refused = await house.post(CHAT, body, headers={"x-baton-explain": "everything"})
+    assert refused.status == 400 and refused.error["param"] == "x-baton-explain"
+    house.check()
+
+
+def test_the_message_that_differs_is_the_first_that_is_not_whole_in_what_is_common() -> None:
+    contents = [" You are Pim. ", "Who is Ida?", "An owl.", "Where?"]
+    whole = "<s>You are Pim.</s><u>Who is Ida?</u><a>An owl.</a><u>Where?</u><a>"
+    assert first_unlike(contents, whole) is None
+    assert [first_unlike(contents, whole[:end]) for end in (5, 20, whole.index("owl"), whole.index("Wh", 50))] == [0, 1, 2, 3]

@@ -1,0 +1,231 @@
+"""Why tokens of a prompt were computed although prompts are cached. Pure.
+
+A prompt is a chain of blocks, so the causes stand one behind another, and their tokens add up to what was not cached:
+
+    tokens of the prompt   0 ── delivered ── promised ── reachable ── remembered ── full ── all
+    what they were           cached   broken      elsewhere    lost       new    partial
+
+    delivered     what the worker that computed the prompt found in a cache
+    promised      what it was thought to hold, or to fetch, when it was chosen
+    reachable     what any worker was thought to hold then
+    remembered    how far earlier prompts of this router began in the same way (`History`)
+    full          the blocks that can be cached: a last token is always computed
+
+Each has causes of its own (`baton.uncached`). Keys are rooted in the salt, so another tenant's prompts are never
+compared with; that a prompt is known under another salt is said only of salts of the same tenant.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from baton.engine.core.block_key import block_key, root_key
+from baton.uncached import Cause
+from router.policy import Cached, Choice, Identity
+from router.served import ServedModel
+
+REMEMBERED = 262_144  # keys in each of two generations: at most 80 MB in all
+_GREW = 1  # another key followed
+
+
+@dataclass(frozen=True, slots=True)
+class Sought:
+    """What was known when the worker was chosen that computes the prompt. In blocks."""
+
+    worker: Identity
+    promised: int = 0
+    reachable: int = 0
+    broken: Cause = "stale"  # why it would deliver less than promised
+    elsewhere: Cause = "busy"  # why no more was promised than that
+    holder: str = ""  # of what is reachable
+
+
+@dataclass(frozen=True, slots=True)
+class Uncached:
+    """In tokens; see the head of this file. The sum of `causes` is what was computed."""
+
+    promised: int
+    reachable: int
+    causes: tuple[tuple[Cause, int], ...]
+    holder: str = ""  # the worker that held what was reachable, if that was more than was promised
+    changed_at: int | None = None  # with the cause `changed`: the first token that can differ; one of its block does
+
+    def to_json(self) -> dict[str, Any]:
+        """The members of a `CacheReport`."""
+        return {
+            "promised_tokens": self.promised,
+            "reachable_tokens": self.reachable,
+            "uncached": [{"cause": cause, "tokens": tokens} for cause, tokens in self.causes],
+            "holder": self.holder,
+            "changed_at": self.changed_at,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    tokens: Sequence[int]  # output may follow
+    length: int  # tokens of the prompt
+    keys: Sequence[bytes]  # of its full blocks, at least
+    tenant: str = ""
+    salt: str = ""
+    scored: bool = False  # all of it was computed, to tell what the model says of it
+
+
+class Explainer:
+    """For the prompts of one model."""
+
+    def __init__(self, model: ServedModel, fetch_tokens: int, caching: bool) -> None:
+        """`fetch_tokens`: see `router.policy.Terms`. `caching`: whether the workers keep what they computed."""
+        self._model = model
+        self._fetch_tokens = fetch_tokens
+        self._caching = caching
+        self._history = History()
+
+    def seek(self, found: Choice, bypass: bool, keys: Sequence[bytes], failed: Collection[Identity]) -> Sought:
+        """Call it before the prompt is predicted where it is sent; see `seek`."""
+        return seek(self._model, found, bypass, keys, failed, self._fetch_tokens)
+
+    def explain(self, asked: Prompt, sought: Sought, delivered: int) -> Uncached:
+        """The prompt was computed, `delivered` tokens of it came from a cache."""
+        served = self._model.served
+        assert served is not None
+        size, first = served.block_size, None
+        keys = asked.keys[: (asked.length - 1) // size]
+        if asked.tenant and keys:
+            first = block_key(root_key("", asked.tenant), asked.tokens[:size])
+        if not self._caching or asked.scored:
+            found = Uncached(0, 0, (("scored" if asked.scored else "off", asked.length - delivered),))
+        else:
+            found = explain(sought, self._history, self._model.processes(), keys, delivered, asked.length, size)
+        if first is not None and self._history.other_salt(first, asked.salt):
+            found = replace(found, causes=tuple(("salt" if cause == "new" else cause, tokens) for cause, tokens in found.causes))
+        self._history.note(asked.keys[: asked.length // size], sought.worker, first, asked.salt)
+        return found
+
+
+class History:
+    """The prompts that were computed lately: which worker did, by block, and how each went on. Bounded."""
+
+    def __init__(self, most: int = REMEMBERED) -> None:
+        self._most = most
+        self._young: dict[bytes, int] = {}  # key → number of the worker, times 2, and _GREW
+        self._old: dict[bytes, int] = {}
+        self._salts: tuple[dict[bytes, str], dict[bytes, str]] = {}, {}  # first block under the tenant alone → salt
+        self._workers: list[Identity] = []
+        self._numbers: dict[Identity, int] = {}
+
+    def find(self, key: bytes) -> int | None:
+        found = self._young.get(key)
+        return self._old.get(key) if found is None else found
+
+    def depth(self, keys: Sequence[bytes], start: int) -> int:
+        """How many leading keys are known, if the first `start` are."""
+        young, old = self._young, self._old
+        for place in range(start, len(keys)):
+            if keys[place] not in young and keys[place] not in old:
+                return place
+        return max(start, len(keys))
+
+    def grew(self, key: bytes) -> bool:
+        return bool((self.find(key) or 0) & _GREW)
+
+    def worker(self, key: bytes) -> Identity:
+        """The last that computed it. The key must be known."""
+        found = self.find(key)
+        assert found is not None
+        return self._workers[found >> 1]
+
+    def note(self, keys: Sequence[bytes], worker: Identity, first: bytes | None, salt: str) -> None:
+        """A prompt of these full blocks was computed. `first`: its first block under the tenant alone."""
+        if not keys:
+            return
+        value = self._number(worker) << 1
+        last = (self.find(keys[-1]) or 0) & _GREW
+        self._young.update(dict.fromkeys(keys, value | _GREW))
+        self._young[keys[-1]] = value | last
+        if len(self._young) > self._most:
+            self._young, self._old = {}, self._young
+        if first is not None:
+            self._salts[0][first] = salt
+            if len(self._salts[0]) > self._most // 16:
+                self._salts = {}, self._salts[0]
+
+    def other_salt(self, first: bytes, salt: str) -> bool:
+        return any(salts.get(first, salt) != salt for salts in self._salts)
+
+    def _number(self, worker: Identity) -> int:
+        number = self._numbers.get(worker)
+        if number is None:
+            number = self._numbers[worker] = len(self._workers)
+            self._workers.append(worker)
+        return number
+
+
+def seek(
+    model: ServedModel,
+    found: Choice,
+    bypass: bool,
+    keys: Sequence[bytes],
+    failed: Collection[Identity],
+    fetch_tokens: int,
+) -> Sought:
+    """What is known when `found` is chosen to compute the prompt of these full blocks; for a bypass it is a decode worker. Call it before
+    the prompt is predicted there."""
+    record, most = model.members.record(found.worker), found.most or Cached(found.worker, found.overlap_blocks)
+    identity, promised = (record.name, record.incarnation), min(found.overlap_blocks, len(keys))
+    reachable = max(promised, min(most.blocks, len(keys)))
+    broken: Cause = "stale"
+    if found.source is not None:
+        broken = "unfetched"
+    elif promised and model.index.is_predicted(found.worker, keys[promised - 1]):
+        broken = "computing"
+    if reachable == promised:
+        return Sought(identity, promised, reachable, broken)
+    gain = (reachable - promised) * record.block_size
+    elsewhere = _why_elsewhere(model, most.worker, bypass, failed, gain <= fetch_tokens or not fetch_tokens)
+    return Sought(identity, promised, reachable, broken, elsewhere, most.worker)
+
+
+def _why_elsewhere(model: ServedModel, holder: str, bypass: bool, failed: Collection[Identity], dearer: bool) -> Cause:
+    if any(name == holder for name, _ in failed):
+        return "failed"
+    peers = model.decode_workers() if bypass else model.prefill_workers()
+    if any(record.name == holder for record in peers):
+        return "busy"
+    if all(record.name != holder for record in (*model.prefill_workers(), *model.decode_workers())):
+        return "unusable"
+    if bypass or dearer:
+        return "dearer"
+    return "unlent"
+
+
+def explain(
+    sought: Sought, history: History, current: Iterable[Identity], keys: Sequence[bytes], delivered: int, length: int, block_size: int
+) -> Uncached:
+    """`keys`: of the blocks that can be cached. `delivered` and `length` in tokens, `current`: the processes there are."""
+    full, causes = len(keys), list[tuple[Cause, int]]()
+    at = delivered
+
+    def until(cause: Cause, blocks: int) -> None:
+        nonlocal at
+        if blocks * block_size > at:
+            causes.append((cause, blocks * block_size - at))
+            at = blocks * block_size
+
+    until(sought.broken, sought.promised)
+    until(sought.elsewhere, sought.reachable)
+    known = at // block_size
+    depth = history.depth(keys, known)
+    if depth > known:
+        until("evicted" if history.worker(keys[known]) in current else "restarted", depth)
+    changed_at = None
+    if depth < full:
+        cause: Cause = "new"
+        if depth and history.find(keys[depth - 1]) is not None:
+            cause = "changed" if history.grew(keys[depth - 1]) else "grown"
+        changed_at = depth * block_size if cause == "changed" else None
+        until(cause, full)
+    if length > at:
+        causes.append(("partial", length - at))
+    holder = sought.holder if sought.reachable > sought.promised else ""
+    return Uncached(sought.promised * block_size, sought.reachable * block_size, tuple(causes), holder, changed_at)

@@ -1,0 +1,250 @@
+"""Why tokens of a prompt were computed: each planted cause is named, and the tokens of all causes add up."""
+
+import asyncio
+import itertools
+import math
+import random
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fake_workers import MODEL, TOKENIZER, FakeWorkers, Fault, record
+
+from baton.cluster.config_router import RouterConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.records import WorkerRecord
+from baton.engine.core.block_key import extend_keys, root_key
+from baton.engine.core.sampling import SamplingParams
+from baton.uncached import UNCACHED
+from router.dispatch import Dispatcher
+from router.request import Request, Stopwatch, Trace
+from router.uncached import History, Sought, Uncached, explain
+from router.view import ClusterView
+from router.workers import Ended, FirstToken, PrefillEvent
+
+BLOCK = 16
+SOME_PARAMS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+
+
+class Caching(FakeWorkers):
+    """Workers that cache what the index says, unless they are told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delivers: Callable[[str, Request], int] = lambda worker, request: 0
+
+    async def prefill(self, worker: WorkerRecord, request: Request, *args: Any, **kwargs: Any) -> AsyncGenerator[PrefillEvent, None]:
+        async for event in super().prefill(worker, request, *args, **kwargs):
+            yield replace(event, cached_tokens=self.delivers(worker.name, request)) if isinstance(event, FirstToken) else event
+
+    async def tokens(self, known: list[int], request: Request, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        async for event in super().tokens(known, request, *args, **kwargs):
+            yield replace(event, cached_tokens=self.delivers("d0", request)) if isinstance(event, Ended) else event
+
+
+class World:
+    """A router with workers whose caches the test sets."""
+
+    def __init__(self, names: str = "p0 p1 d0", caching: bool = True, lends: bool = True, **config: Any) -> None:
+        self.view = ClusterView({MODEL: TOKENIZER})
+        self.records = [record(name, lends=lends) for name in names.split()]
+        self.view.update(self.records, 0.0)
+        self.model = self.view.models[MODEL]
+        self.workers = Caching()
+        self.workers.delivers = self.held
+        self.config = RouterConfig(bypass_tokens=8, **{"fetch_tokens": 0, **config})
+        self.dispatcher = Dispatcher(self.model, self.workers, self.config, caching=caching)
+        self.numbers, self.sequences = itertools.count(), dict.fromkeys((one.name for one in self.records), 0)
+
+    def keys(self, prompt: list[int], salt: str = "") -> list[bytes]:
+        keys: list[bytes] = []
+        extend_keys(keys, root_key("model", salt), prompt, BLOCK)
+        return keys
+
+    def holds(self, worker: str, keys: list[bytes]) -> None:
+        """From now on it holds exactly these."""
+        self.sequences[worker] += 100
+        incarnation = self.view.members.record(worker).incarnation
+        self.model.index.snapshot(worker, incarnation, self.sequences[worker], keys)
+
+    def held(self, worker: str, request: Request) -> int:
+        """Tokens of its prompt that the worker holds according to the index, predictions left out."""
+        keys = self.keys(request.tokens[: request.prompt_len - 1], request.salt)
+        index = self.model.index
+        known = index.overlap(keys, 0.0).get(worker, 0)
+        while known and index.is_predicted(worker, keys[known - 1]):
+            known -= 1
+        return known * BLOCK
+
+    async def ask(self, prompt: list[int], salt: str = "", tenant: str = "", **params: Any) -> tuple[Request, Uncached]:
+        clock = asyncio.get_running_loop().time
+        name, asked = f"r{next(self.numbers)}", replace(SOME_PARAMS, **params)
+        request = Request(name, list(prompt), len(prompt), asked, salt, clock() + 10, Trace(Stopwatch(clock)), tenant=tenant)
+        async for _ in self.dispatcher.generate(request):
+            pass
+        found = request.trace.uncached
+        assert found is not None
+        assert sum(tokens for _, tokens in found.causes) + request.trace.cached_tokens == request.prompt_len
+        assert all(tokens > 0 for _, tokens in found.causes) and {cause for cause, _ in found.causes} <= set(UNCACHED)
+        return request, found
+
+    async def first(self, prompt: list[int], **more: Any) -> str:
+        """Asks, and then only the worker that computed the prompt holds it."""
+        request, _ = await self.ask(prompt, **more)
+        worker = request.trace.prefill_worker or request.trace.decode_worker
+        self.model.index.overlap([], math.inf)  # ends the predictions: the decode worker keeps nothing
+        self.holds(worker, self.keys(prompt, more.get("salt", "")))
+        return worker
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(250), k=length)
+
+
+PROMPT = prompt_of(200)
+FULL = 192  # its blocks
+
+
+async def test_new_and_partial() -> None:
+    _, found = await World().ask(PROMPT)
+    assert found == Uncached(0, 0, (("new", FULL), ("partial", 8)))
+    _, whole = await World().ask(PROMPT[:FULL])
+    assert whole.causes == (("new", FULL - BLOCK), ("partial", BLOCK)), "the last token is always computed"
+    _, short = await World().ask(PROMPT[:BLOCK])
+    assert short.causes == (("partial", BLOCK),)
+
+
+async def test_all_is_delivered_that_was_computed_before() -> None:
+    world = World()
+    await world.first(PROMPT)
+    request, found = await world.ask(PROMPT)
+    assert (request.trace.cached_tokens, found) == (FULL, Uncached(FULL, FULL, (("partial", 8),)))
+
+
+async def test_a_prompt_that_changes_in_the_middle_and_one_that_goes_on() -> None:
+    world = World()
+    await world.first(PROMPT)
+    changed = PROMPT.copy()
+    changed[100] += 1
+    _, found = await world.ask(changed)
+    assert found.causes == (("changed", 96), ("partial", 8)) and found.changed_at == 96 and found.promised == 96
+    _, longer = await world.ask([*PROMPT, *prompt_of(60, seed=2)])
+    assert longer.causes == (("grown", 64), ("partial", 4)) and longer.changed_at is None
+
+
+async def test_evicted_and_restarted() -> None:
+    world = World()
+    worker = await world.first(PROMPT)
+    world.holds(worker, world.keys(PROMPT)[:5])
+    _, found = await world.ask(PROMPT)
+    assert found.causes == (("evicted", FULL - 80), ("partial", 8))
+    world = World()
+    worker = await world.first(PROMPT)
+    world.records = [replace(one, incarnation=2) if one.name == worker else one for one in world.records]
+    world.view.update(world.records, 1.0)
+    _, found = await world.ask(PROMPT)
+    assert found.causes == (("restarted", FULL), ("partial", 8))
+
+
+async def test_a_worker_that_holds_it_and_is_busy() -> None:
+    world = World()
+    worker = await world.first(PROMPT)
+    world.view.members.start_prefill("others", worker, 5000)
+    _, found = await world.ask(PROMPT)
+    assert found.causes == (("busy", FULL), ("partial", 8)) and (found.promised, found.reachable, found.holder) == (0, FULL, worker)
+    world.view.members.end_prefill("others")
+
+
+async def test_a_worker_that_holds_it_and_failed_the_request() -> None:
+    world = World("p0 p1 d0", recover_wait_s=0.2)
+    worker = await world.first(PROMPT)
+    world.workers.faults[worker].append(Fault(BatonError(Reason.WORKER_LOST, "connection reset")))
+    _, found = await world.ask(PROMPT)
+    assert found.causes == (("failed", FULL), ("partial", 8))
+
+
+async def test_a_worker_that_holds_it_and_drains() -> None:
+    world = World()
+    worker = await world.first(PROMPT)
+    world.view.update([replace(one, state="draining") if one.name == worker else one for one in world.records], 1.0)
+    _, found = await world.ask(PROMPT)
+    assert found.causes == (("unusable", FULL), ("partial", 8))
+
+
+async def test_what_a_decode_worker_holds_is_moved_only_if_that_pays_and_it_lends() -> None:
+    def decoder_holds(world: World) -> World:
+        world.holds("d0", world.keys(PROMPT)[:8])
+        return world
+
+    _, found = await decoder_holds(World(fetch_tokens=256)).ask(PROMPT)
+    assert found.causes == (("dearer", 128), ("new", 64), ("partial", 8)) and found.holder == "d0"
+    _, found = await decoder_holds(World(fetch_tokens=32, lends=False)).ask(PROMPT)
+    assert found.causes == (("unlent", 128), ("new", 64), ("partial", 8))
+    _, found = await decoder_holds(World(fetch_tokens=32)).ask(PROMPT)
+    assert found.causes == (("unfetched", 128), ("new", 64), ("partial", 8)) and found.promised == 128, "the stand-in fetches nothing"
+
+
+async def test_what_was_promised_and_not_delivered() -> None:
+    world = World()
+    await world.first(PROMPT)
+    world.workers.delivers = lambda worker, request: 32
+    _, found = await world.ask(PROMPT)
+    assert found.causes == (("stale", FULL - 32), ("partial", 8))
+    world = World()
+    await world.ask(PROMPT)  # it is predicted, and never reported
+    _, found = await world.ask(PROMPT)
+    assert found.causes == (("computing", FULL), ("partial", 8)) and found.promised == FULL
+
+
+async def test_another_salt_of_the_same_tenant_and_none_of_another_tenant() -> None:
+    world = World()
+    await world.first(PROMPT, salt="ann\0one", tenant="ann")
+    _, found = await world.ask(PROMPT, salt="ann\0two", tenant="ann")
+    assert found.causes == (("salt", FULL), ("partial", 8))
+    for tenant in ("bob", ""):
+        _, found = await world.ask(PROMPT, salt=f"{tenant}\0one", tenant=tenant)
+        assert found == Uncached(0, 0, (("new", FULL), ("partial", 8))), "nothing of another tenant shows"
+
+
+async def test_nothing_cached_at_all() -> None:
+    _, found = await World(caching=False).ask(PROMPT)
+    assert found.causes == (("off", 200),)
+    request, found = await World().ask(PROMPT, prompt_logprobs=0)
+    assert found.causes == (("scored", 200),) and request.trace.bypasses == ["prompt_logprobs"]
+
+
+async def test_a_prompt_that_the_decode_worker_computes() -> None:
+    world = World("d0")
+    await world.first(PROMPT)
+    request, found = await world.ask([*PROMPT, 1, 2])
+    assert request.trace.prefill_worker == "" and found.causes == (("partial", 10),) and request.trace.cached_tokens == FULL
+
+
+def test_the_causes_always_add_up() -> None:
+    """Whatever was thought, held and delivered."""
+    rng = random.Random(7)
+    for _ in range(2000):
+        history, length = History(most=rng.choice((4, 1000))), rng.randint(1, 130)
+        keys = [bytes([rng.randrange(3), place]) for place in range((length - 1) // BLOCK)]
+        for _ in range(rng.randint(0, 3)):
+            history.note([bytes([rng.randrange(3), place]) for place in range(rng.randint(0, 9))], ("p0", rng.randint(1, 2)), None, "")
+        promised = rng.randint(0, len(keys))
+        sought = Sought(("p0", 1), promised, rng.randint(promised, len(keys)))
+        delivered = rng.choice((0, rng.randint(0, len(keys)) * BLOCK, length))
+        found = explain(sought, history, {("p0", 2)}, keys, delivered, length, BLOCK)
+        assert sum(tokens for _, tokens in found.causes) == length - delivered
+        assert all(tokens > 0 for _, tokens in found.causes)
+
+
+def test_the_page_of_causes_is_complete() -> None:
+    page = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
+    assert all(f"| `{cause}` | {meaning} |\n" in page for cause, meaning in UNCACHED.items())
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    history = History(most=100)
+    for number in range(1000):
+        history.note([number.to_bytes(4, "little")], ("p0", 1), number.to_bytes(4, "big"), str(number))
+    assert len(history._young) + len(history._old) <= 202 and sum(map(len, history._salts)) <= 2 * (100 // 16 + 1)
+    assert history.depth([(999).to_bytes(4, "little")], 0) == 1 and history.depth([(1).to_bytes(4, "little")], 0) == 0
