@@ -22,8 +22,8 @@ from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.kvcache import DraftKv
 from baton.engine.core.protocol import Chunk, NothingToSample, Tokens
 from baton.engine.core.sequence import Sequence
-from baton.engine.core.step_costs import Line
-from baton.engine.measure_steps import measured
+from baton.engine.core.step_costs import DraftCosts, Drafting
+from baton.engine.measure_steps import draft_costs
 from baton.engine.model.attention import Span
 from baton.engine.model.sampler import greatest, sample, takes_greatest
 from baton.engine.runner import ModelRunner, Part
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 FEW = (
     40  # tokens that are caught up as steps, mostly recorded ones, and a trial of a bad draft is no further; more are computed as a prompt
 )
-MEASURED = 4  # tokens of the draft that is measured
 CAUGHT_UP = 512  # tokens in a step, of all sequences: a stream beside them waits no longer
 
 
@@ -48,7 +47,7 @@ class DraftModel(Drafter):
         self._runner = runner
         self.bound = bound
         self._steps: DraftSteps | None = None
-        self._line = Line(((1, 0.0), (2, 0.0)))  # seconds of a step by its sequences, once it is measured
+        self._costs = DraftCosts()
         own = runner.layout
         self.kv = DraftKv(own.model_fingerprint, own.dtype, own.num_layers, own.num_kv_heads, own.head_dim, own.parts, own.value_dim)
 
@@ -86,19 +85,13 @@ class DraftModel(Drafter):
         for seq, end in ends.items():
             seq.drafted = end
 
-    def seconds(self, sequences: int) -> float:
-        return self._line.at(sequences)
+    def drafting(self, sequences: int) -> Drafting:
+        return self._costs.at(sequences)
 
-    def measure(self, most: int) -> Line:
-        """Measures its step for up to `most` sequences. No record refers to what it leaves in the pool's first block."""
-
-        def run(sequences: int) -> None:
-            found = self._greatest([Part(Span(0, 1, [0], self._runner.takes_steps), [0], 1)] * sequences, min(self.bound, MEASURED))
-            tokens[sequences] = len(found[0])  # one, if it is not computed as several steps
-
-        tokens: dict[int, int] = {}
-        self._line = Line(tuple((count, seconds / tokens[count]) for count, seconds in measured(run, most).points))
-        return self._line
+    def measure(self, most: int) -> DraftCosts:
+        """Measures what it takes for up to `most` sequences."""
+        self._costs = draft_costs(self, most, self._runner.layout.block_size)
+        return self._costs
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """The last guess of a draft has no KV: nothing followed it."""

@@ -18,13 +18,12 @@ from torch import Tensor
 from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.kvcache import DraftKv, KvLayout
 from baton.engine.core.protocol import Chunk, NothingToSample, Tokens, accepted
-from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence, State
-from baton.engine.core.step_costs import Line
+from baton.engine.core.step_costs import DraftCosts, Drafting
 from baton.engine.draft_model import imagined
 from baton.engine.facts.fields import Fields
 from baton.engine.facts.fingerprint import fingerprint
-from baton.engine.measure_steps import measured
+from baton.engine.measure_steps import draft_costs
 from baton.engine.model.attention import PagedAttention, PagedKv, Span, plan, plan_store, store
 from baton.engine.model.checkpoint import Checkpoint, with_head
 from baton.engine.model.head import Head
@@ -46,7 +45,8 @@ class HeadDrafter(Drafter):
         self.bound = bound
         sizes = layout.num_kv_heads, layout.head_dim, layout.parts, layout.value_dim
         self.kv = DraftKv(f"head-{fingerprint}", layout.dtype, 1, *sizes)
-        self._line = Line(((1, 0.0), (2, 0.0)))  # seconds of a step by its sequences, once it is measured
+        self._block_size = layout.block_size
+        self._costs = DraftCosts()
         self._states: dict[Sequence, tuple[int, Tensor]] = {}  # a position, and the hidden state before it [H]
 
     @classmethod
@@ -114,21 +114,13 @@ class HeadDrafter(Drafter):
     def forget(self, seq: Sequence) -> None:
         self._states.pop(seq, None)
 
-    def seconds(self, sequences: int) -> float:
-        return self._line.at(sequences)
+    def drafting(self, sequences: int) -> Drafting:
+        return self._costs.at(sequences)
 
-    def measure(self, most: int) -> Line:
-        """Measures its step for up to `most` sequences. No record refers to what it leaves in the pool's first block."""
-        params = SamplingParams(max_tokens=1, temperature=0.0)
-
-        @torch.inference_mode()
-        def run(sequences: int) -> None:
-            seqs = [Sequence("measured", [0], 1, params, b"")] * sequences
-            _, logits = self._step([[0]] * sequences, [[0]] * sequences, self._head.norm.new_zeros(sequences, self._head.config.hidden))
-            sample(logits, seqs, self._eos, None, self._head.ops.draw)
-
-        self._line = measured(run, most)
-        return self._line
+    def measure(self, most: int) -> DraftCosts:
+        """Measures what it takes for up to `most` sequences."""
+        self._costs = draft_costs(self, most, self._block_size)
+        return self._costs
 
     def _ends(self, seq: Sequence) -> bool:
         """Whether its last token says that nothing follows."""

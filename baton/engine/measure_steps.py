@@ -4,15 +4,17 @@ import time
 from collections.abc import Callable
 from itertools import accumulate
 
+from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.protocol import Chunk, Runner
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
-from baton.engine.core.step_costs import Line
+from baton.engine.core.step_costs import DraftCosts, Line
 
 SIZES = (1, 8, 2, 4, 16, 32)  # the first two are always measured
 BUDGET_S = 0.5  # for one line
 TIMES = 20  # at most; the least counts, for other work can only add to it
 KNOWN = 48  # tokens of a sequence that is measured
+GUESSES = 4  # of a draft that is measured
 
 
 def step_line(runner: Runner, most: int) -> Line:
@@ -29,6 +31,23 @@ def step_line(runner: Runner, most: int) -> Line:
         runner.run([Chunk(seq, 1) for seq in seqs])
 
     return measured(run, max(2, most), time.perf_counter if runner.on_device else time.thread_time)
+
+
+def draft_costs(drafter: Drafter, most: int, block_size: int) -> DraftCosts:
+    """What it takes to draft for up to `most` sequences: all that a model's drafter does in Python, too. It needs a pool of one block for
+    each token that is measured, and no record refers to what it leaves there."""
+    params, guesses = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True), min(GUESSES, drafter.bound)
+    blocks = list(range(-(-(2 + guesses) // block_size)))
+
+    def line(count: int) -> Line:
+        def run(sequences: int) -> None:
+            seqs = [Sequence(f"measured{i}", [0, 0], 1, params, b"", computed=1, drafted=1, blocks=blocks) for i in range(sequences)]
+            drafter.propose([Ask(seq, count) for seq in seqs])
+
+        return measured(run, max(2, most))
+
+    one = line(1)
+    return DraftCosts(one, line(guesses), guesses) if guesses > 1 else DraftCosts(one)
 
 
 def measured(run: Callable[[int], None], most: int, clock: Callable[[], float] = time.thread_time) -> Line:

@@ -115,7 +115,8 @@ def make_drafter(options: Options, runner: Runner) -> Drafter | None:
 
             assert isinstance(runner, ModelRunner) and isinstance(runner.draft, DraftModel | HeadDrafter), "pair them first"
             methods[engine.speculation] = runner.draft
-            said["draft"] = runner.draft.measure(most).points
+            costs = runner.draft.measure(most)
+            said["draft"], said["drafts"] = costs.one.points, costs.several.points
     if not methods:
         return None
     step = ASSUMED if engine.speculation == "none" or isinstance(runner, ToyRunner) else step_line(runner, most)

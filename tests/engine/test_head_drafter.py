@@ -281,7 +281,7 @@ def test_an_engine_has_the_head_that_the_options_name(tmp_path: Path) -> None:
     assert pool_bytes(options) == engine.runner.pool.nbytes
     assert isinstance(engine.drafter, Chosen)
     paced = engine.drafter._methods["heads"]
-    assert isinstance(paced, Paced) and isinstance(paced.drafter, HeadDrafter) and paced.drafter.seconds(1) > 0
+    assert isinstance(paced, Paced) and isinstance(paced.drafter, HeadDrafter) and paced.drafter.drafting(1).begin > 0
     engine.drafter = engine.scheduler._drafter = paced.drafter
     prompt = Tokenizer.from_file(str(SHIPPED / "tokenizer.json")).encode("Once upon a time there was a little girl.").ids
     engine.add(sequence("a", prompt, max_tokens=100, temperature=0.0))

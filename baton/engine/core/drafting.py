@@ -9,16 +9,17 @@ How many are worth it, `baton.engine.core.step_costs` says: it follows from the 
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from baton.engine.core.sampling import Sampled
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import NOTHING_OFFERED, PREDICTION, UNASKED, Offer
-from baton.engine.core.step_costs import ASSUMED, Line, allot
+from baton.engine.core.step_costs import ASSUMED, Drafting, Line, allot, least_chance
 
 FIRST_ACCEPTANCE = 0.6  # of a method of which nothing is known
 NEWEST, NEWEST_OF_ALL = 1 / 8, 1 / 64  # weight of the newest verified token in the estimate of a sequence, and of the method
-RETRY_TOKENS = 32  # without a draft, before a sequence whose drafts are bad gets one of one token
+TRIED_IN = 128  # tokens for each token's time that a trial takes: trials of bad guesses cost less than a hundredth
+DOUBLINGS = 3  # of what lies between two trials, or two questions that had no answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,6 @@ class Ask:
 
     seq: Sequence
     most: int
-    rows: int = 1  # that the step has without guesses
 
 
 class Drafter:
@@ -47,9 +47,10 @@ class Drafter:
         """Whether it would guess what follows the known tokens. If not, a step in flight need not be read before the next one begins."""
         return True
 
-    def most(self, seq: Sequence) -> int:
-        """How many guesses it may make for `seq` in a step; 0: there will be none, and nobody makes room for them."""
-        return self.bound
+    def most(self, seqs: Seq[Sequence], rows: int) -> Seq[int]:
+        """How many guesses it may make for each of `seqs`, which decode in a step that has so many rows without guesses. Once a step, for
+        all of them. Nobody makes room for more, and who gets 0 is not asked; nothing at all: nobody is."""
+        return [self.bound] * len(seqs)
 
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
         """For each of `asks`, guesses of what follows, or none. Once a step, for all its sequences: a model drafts them together."""
@@ -59,13 +60,9 @@ class Drafter:
         """Name of the method that has made the last guesses for `seq`."""
         return self.name
 
-    def wants(self, rows: int) -> bool:
-        """Whether it may guess in a step with so many rows. If not, it is not asked."""
-        return True
-
-    def seconds(self, sequences: int) -> float:
-        """What it takes to guess one token for each of so many sequences."""
-        return 0.0
+    def drafting(self, sequences: int) -> Drafting:
+        """What it takes if so many sequences are asked for together."""
+        return Drafting()
 
     def study(self, seq: Sequence, drafts: Seq[int], sampled: Seq[Sampled]) -> None:
         """What was sampled after the known tokens and after each guess, also after wrong ones. Before `observe`, and before any of it is
@@ -80,8 +77,14 @@ class Drafter:
 
 @dataclass(slots=True)
 class Pace:
-    acceptance: float  # exponentially decaying estimate
-    drafted_at: int = 0  # tokens that were known
+    """Of one sequence. The chances are exponentially decaying estimates."""
+
+    first: float  # that a first guess is right
+    further: float  # that one is if all before it are
+    try_at: int  # known tokens from which on a guess is tried, though none is worth it
+    ask_at: int = 0  # from which on there is a question again, after one without an answer
+    trials: int = 0  # since a guess was right
+    unanswered: int = 0  # questions one after another
 
 
 class Paced(Drafter):
@@ -92,9 +95,11 @@ class Paced(Drafter):
         self.drafter = drafter
         self.name = drafter.name
         self._step = step
-        self._usual = FIRST_ACCEPTANCE  # of the method: what is expected of a new sequence
+        self._usual = [FIRST_ACCEPTANCE, FIRST_ACCEPTANCE]  # of the method, as in `Pace`: what is expected of a new sequence
         self.bound = min(bound, drafter.bound)
         self._paces: dict[Sequence, Pace] = {}
+        self._least: dict[int, float] = {}  # rows → `least_chance`
+        self._rest = 1  # tokens between two trials, in the step for which `most` was asked last
 
     @property
     def remembered(self) -> int:
@@ -102,48 +107,86 @@ class Paced(Drafter):
 
     def ready(self, seq: Sequence) -> bool:
         """As if it were alone in the step."""
-        return any(self._worth([Ask(seq, self.bound)])) and self.drafter.ready(seq)
+        least = self._least_chance(1)
+        pace, known = self._pace(seq), len(seq.tokens)
+        if least > 1 or pace.ask_at > known or (pace.first < least and pace.try_at > known):
+            return False
+        if found := self.drafter.ready(seq):
+            return found
+        self._wait(pace, known)
+        return False
 
-    def wants(self, rows: int) -> bool:
-        """Where not even a guess that is surely right is worth its row, as where a step is bound by computing, there is none."""
-        return any(allot([1.0], [1], rows, self._step, self.drafter.seconds(rows) / rows))
+    def most(self, seqs: Seq[Sequence], rows: int) -> Seq[int]:
+        """As many as are worth it, and from time to time one more. A sequence that is to get none takes next to no time here."""
+        least = self._least_chance(rows)
+        if least > 1:
+            return ()
+        self._rest = 1 + int(TRIED_IN * least)
+        paces, asked = self._paces, dict[int, Pace]()
+        for i, seq in enumerate(seqs):
+            pace, known = paces.get(seq) or self._pace(seq), len(seq.tokens)
+            if pace.ask_at <= known and (pace.first >= least or pace.try_at <= known):
+                asked[i] = pace
+        if not asked:
+            return ()
+        counts, drafting = [0] * len(seqs), self.drafter.drafting(len(asked))
+        worth = allot([(pace.first, pace.further) for pace in asked.values()], [self.bound] * len(asked), rows, self._step, drafting)
+        for (i, pace), count in zip(asked.items(), worth, strict=True):
+            known = len(seqs[i].tokens)
+            if count:
+                counts[i] = count
+            elif pace.try_at <= known:
+                counts[i], pace.trials = 1, pace.trials + 1
+            else:
+                pace.ask_at = known + (1 << DOUBLINGS)  # it is no other sooner
+        return counts
 
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
-        drafts: list[Seq[int]] = [()] * len(asks)
-        asked = {i: replace(asks[i], most=most) for i, most in enumerate(self._worth(asks)) if most}
-        for i, guesses in zip(asked, self.drafter.propose([*asked.values()]) if asked else (), strict=True):
+        drafts = self.drafter.propose(asks)
+        for ask, guesses in zip(asks, drafts, strict=True):
+            pace, known = self._pace(ask.seq), len(ask.seq.tokens)
             if guesses:
-                drafts[i] = guesses
-                self._paces[asks[i].seq].drafted_at = len(asks[i].seq.tokens)
+                pace.unanswered = 0
+                pace.try_at = known + (self._rest << min(pace.trials, DOUBLINGS))
+            else:
+                self._wait(pace, known)
         return drafts
 
     def study(self, seq: Sequence, drafts: Seq[int], sampled: Seq[Sampled]) -> None:
         self.drafter.study(seq, drafts, sampled)
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
-        """What comes after the first wrong guess says nothing about acceptance."""
-        pace = self._paces[seq]
-        for outcome in [1.0] * accepted + [0.0] * (accepted < drafted):
-            pace.acceptance += NEWEST * (outcome - pace.acceptance)
-            self._usual += NEWEST_OF_ALL * (outcome - self._usual)
+        """What comes after the first wrong guess says nothing about acceptance. After a right one, the next may be tried at once."""
+        pace, usual = self._pace(seq), self._usual
+        right = float(accepted > 0)
+        pace.first += NEWEST * (right - pace.first)
+        usual[0] += NEWEST_OF_ALL * (right - usual[0])
+        for outcome in [1.0] * (accepted - 1) + [0.0] * (0 < accepted < drafted):
+            pace.further += NEWEST * (outcome - pace.further)
+            usual[1] += NEWEST_OF_ALL * (outcome - usual[1])
+        if right:
+            pace.try_at = pace.trials = 0
         self.drafter.observe(seq, drafted, accepted)
 
     def forget(self, seq: Sequence) -> None:
         self._paces.pop(seq, None)
         self.drafter.forget(seq)
 
-    def _worth(self, asks: Seq[Ask]) -> list[int]:
-        """How many guesses each gets. One whose guesses were bad gets one from time to time, where a good one would be worth it."""
-        if not asks or not self.wants(asks[0].rows):
-            return [0] * len(asks)
-        drafting = self.drafter.seconds(len(asks)) / len(asks)
-        paces = [self._paces.setdefault(ask.seq, Pace(self._usual)) for ask in asks]
-        most = [min(ask.most, self.bound) for ask in asks]
-        counts = allot([pace.acceptance for pace in paces], most, asks[0].rows, self._step, drafting)
-        return [
-            count or int(len(ask.seq.tokens) - pace.drafted_at >= RETRY_TOKENS)
-            for count, ask, pace in zip(counts, asks, paces, strict=True)
-        ]
+    def _pace(self, seq: Sequence) -> Pace:
+        pace = self._paces.get(seq)
+        if pace is None:
+            pace = self._paces[seq] = Pace(self._usual[0], self._usual[1], len(seq.tokens) + self._rest)
+        return pace
+
+    def _wait(self, pace: Pace, known: int) -> None:
+        """A question costs more than its answer is worth where there is none most of the time."""
+        pace.ask_at = known + (1 << min(pace.unanswered, DOUBLINGS))
+        pace.unanswered += 1
+
+    def _least_chance(self, rows: int) -> float:
+        if (least := self._least.get(rows)) is None:
+            least = self._least[rows] = least_chance(rows, self._step, self.drafter.drafting(rows))
+        return least
 
 
 class Chosen(Drafter):
@@ -157,6 +200,7 @@ class Chosen(Drafter):
         self._methods = dict(methods)
         self._default = default
         self._sources: dict[Sequence, str] = {}  # who has made the last guesses for it
+        self._worth: dict[tuple[str, Sequence], int] = {}  # in this step, if a request in it names a method, a limit or a prediction
 
     @property
     def remembered(self) -> int:
@@ -165,25 +209,30 @@ class Chosen(Drafter):
     def ready(self, seq: Sequence) -> bool:
         return any(self._methods[name].ready(seq) for name in self._names(seq))
 
-    def most(self, seq: Sequence) -> int:
-        asked = seq.params.speculation
-        if asked is UNASKED:
-            return self.bound if self._default in self._methods else 0
-        return min(self.bound, self.bound if asked.max_tokens is None else asked.max_tokens) if self._names(seq) else 0
-
-    def wants(self, rows: int) -> bool:
-        return any(drafter.wants(rows) for drafter in self._methods.values())
+    def most(self, seqs: Seq[Sequence], rows: int) -> Seq[int]:
+        self._worth = {}
+        if all(seq.params.speculation is UNASKED for seq in seqs):  # nearly always, and a step of a small model is short
+            return self._methods[self._default].most(seqs, rows) if self._default in self._methods else ()
+        names, counts = [self._names(seq) for seq in seqs], [0] * len(seqs)
+        for name, drafter in self._methods.items():
+            own = [i for i in range(len(seqs)) if name in names[i]]
+            for i, count in zip(own, drafter.most([seqs[i] for i in own], rows), strict=False):
+                limit = seqs[i].params.speculation.max_tokens
+                self._worth[name, seqs[i]] = count if limit is None else min(count, limit)
+                counts[i] = min(self.bound, max(counts[i], self._worth[name, seqs[i]]))
+        return counts
 
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
-        if all(ask.seq.params.speculation is UNASKED for ask in asks):  # nearly always, and a step of a small model is short
+        worth, self._worth = self._worth, {}
+        if not worth:
             return self._by_default(asks)
         drafts: list[Seq[int]] = [()] * len(asks)
-        names = [self._names(ask.seq) for ask in asks]
         for name, drafter in self._methods.items():  # the prediction first
-            asked = [i for i in range(len(asks)) if name in names[i] and not drafts[i]]
-            if not asked:
+            most = [0 if drafts[i] else min(ask.most, worth.get((name, ask.seq), 0)) for i, ask in enumerate(asks)]
+            own = [i for i, count in enumerate(most) if count]
+            if not own:
                 continue
-            for i, guesses in zip(asked, drafter.propose([asks[i] for i in asked]), strict=True):
+            for i, guesses in zip(own, drafter.propose([Ask(asks[i].seq, most[i]) for i in own]), strict=True):
                 drafts[i] = guesses
                 self._sources[asks[i].seq] = name
         return drafts

@@ -309,13 +309,15 @@ class Scheduler:
         """Gives the decodes guesses out of what is left of the budget. Nobody loses a block for a guess."""
         rows = sum(chunk.n for chunk in plan.chunks)
         budget = min(budget, self.limits.speculation_batch_tokens - rows)
-        if rows == 0 or budget <= 0 or not drafter.wants(rows):
+        single = [i for i, chunk in enumerate(plan.chunks) if chunk.n == 1]
+        if not single or budget <= 0:
             return
         asks: dict[int, Ask] = {}
-        for i, chunk in enumerate(plan.chunks if budget > 0 else ()):
-            most = min(budget, chunk.seq.remaining - 1, drafter.most(chunk.seq)) if self._guessable(chunk) else 0
-            if most > 0 and (most := self._room(chunk.seq, most)) > 0:
-                asks[i] = Ask(chunk.seq, most, rows)
+        for i, most in zip(single, drafter.most([plan.chunks[i].seq for i in single], rows), strict=False):
+            if most and self._guessable(plan.chunks[i]):
+                seq = plan.chunks[i].seq
+                if (most := min(budget, seq.remaining - 1, most)) > 0 and (most := self._room(seq, most)) > 0:
+                    asks[i] = Ask(seq, most)
         for i, drafts in zip(asks, drafter.propose([*asks.values()]) if asks else (), strict=True):
             if not drafts:
                 continue

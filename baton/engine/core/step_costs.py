@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +25,71 @@ class Line:
         return y0 + (y1 - y0) * (count - x0) / (x1 - x0)
 
 
+NOTHING = Line(((1, 0.0), (2, 0.0)))
 ASSUMED = Line(((1, 1.0), (2, 1.15)))  # a row more costs 15 % of a step with one row: where nothing is measured
 
 
-def allot(chances: Seq[float], most: Seq[int], rows: int, step: Line, drafting: float) -> list[int]:
-    """How many guesses each sequence gets, the likeliest first. `chances`: that one is accepted if all before it are; `most` of each;
-    `rows` that the step has without guesses; `drafting`: seconds for one guess of one sequence."""
-    counts, expected, seconds = [0] * len(chances), float(rows), step.at(rows)
-    queue = [(-chance, i) for i, chance in enumerate(chances) if most[i] > 0]
+class Drafting(NamedTuple):
+    """What a drafter takes, as the share of one sequence, in seconds."""
+
+    begin: float = 0.0  # if it is asked at all
+    guess: float = 0.0  # and for each guess
+
+
+class DraftCosts:
+    """What a drafter takes, as measured with one guess and with `most >= 2` guesses of each sequence. Before it is measured: nothing."""
+
+    def __init__(self, one: Line = NOTHING, several: Line = NOTHING, most: int = 2) -> None:
+        """`one` and `several`: seconds by the number of sequences."""
+        self.one, self.several, self._most = one, several, most
+        self._known: dict[int, Drafting] = {}
+
+    def at(self, sequences: int) -> Drafting:
+        """With so many sequences."""
+        if (found := self._known.get(sequences)) is None:
+            one = self.one.at(sequences) / sequences
+            guess = min(one, max(0.0, self.several.at(sequences) / sequences - one) / (self._most - 1))
+            found = self._known[sequences] = Drafting(one - guess, guess)
+        return found
+
+
+Chances = tuple[float, float]  # that the first guess is right, and that a further one is if all before it are
+
+
+def least_chance(rows: int, step: Line, drafting: Drafting) -> float:
+    """Of a first guess that may be worth it in a step with so many rows. Above 1, none is, as where a step is bound by computing."""
+    plain = step.at(rows)
+    return (max(0.0, step.at(rows + 1) - plain) + drafting.guess) * rows / plain
+
+
+def allot(chances: Seq[Chances], most: Seq[int], rows: int, step: Line, drafting: Drafting) -> list[int]:
+    """How many guesses each sequence gets, the likeliest first. `most` of each; `rows` that the step has without guesses."""
+    counts, gains = [0] * len(chances), [0.0] * len(chances)
+    expected, plain = float(rows), step.at(rows)
+    seconds = plain + drafting.begin * len(chances)
+    queue = [(-first, i) for i, (first, _) in enumerate(chances) if most[i] > 0]
     heapify(queue)
     while queue:
         chance, i = heappop(queue)
-        more = max(0.0, step.at(rows + 1) - step.at(rows)) + drafting
+        larger = step.at(rows + 1)
+        more = max(0.0, larger - plain) + drafting.guess
         if -chance * seconds < expected * more:
             break
-        counts[i] += 1
-        rows, expected, seconds = rows + 1, expected - chance, seconds + more
+        counts[i], gains[i] = counts[i] + 1, gains[i] - chance
+        rows, plain, expected, seconds = rows + 1, larger, expected - chance, seconds + more
         if counts[i] < most[i]:
-            heappush(queue, (chance * chances[i], i))
+            heappush(queue, (chance * chances[i][1], i))
+    if drafting.begin > 0:
+        guesses = sum(counts)
+        row = (plain - step.at(rows - guesses)) / guesses if guesses else 0.0
+        costs = [drafting.begin + count * (row + drafting.guess) for count in counts]
+        _drop_losers(counts, gains, costs, expected, seconds - drafting.begin * counts.count(0))
     return counts
+
+
+def _drop_losers(counts: list[int], gains: Seq[float], costs: Seq[float], expected: float, seconds: float) -> None:
+    """Takes the guesses away from sequences without which the step yields more tokens a second, for asking costs, too."""
+    for i in sorted((i for i, count in enumerate(counts) if count), key=lambda i: gains[i] / costs[i]):
+        if gains[i] * seconds >= expected * costs[i]:
+            break
+        counts[i], expected, seconds = 0, expected - gains[i], seconds - costs[i]

@@ -22,7 +22,7 @@ from baton.engine.choice import load_runner
 from baton.engine.core import engine as engine_module
 from baton.engine.core import toy
 from baton.engine.core.block_key import root_key
-from baton.engine.core.drafting import RETRY_TOKENS, Ask, Chosen, Drafter, Paced
+from baton.engine.core.drafting import FIRST_ACCEPTANCE, Ask, Chosen, Drafter, Paced
 from baton.engine.core.engine import Engine
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvPool
@@ -34,7 +34,7 @@ from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import Offer, Speculation
-from baton.engine.core.step_costs import Line, allot
+from baton.engine.core.step_costs import Drafting, Line, allot, least_chance
 from baton.engine.core.toy import ToyRunner
 from baton.engine.draft_model import DraftModel
 from baton.engine.gpu.overlap import UNKNOWN
@@ -368,28 +368,36 @@ def test_a_line_is_interpolated_and_goes_on() -> None:
 
 @pytest.mark.parametrize(("chance", "worth"), [(1.0, 8), (0.9, 3), (0.8, 3), (0.5, 2), (0.2, 1), (0.09, 0), (0.0, 0)])
 def test_less_acceptance_is_worth_fewer_tokens(chance: float, worth: int) -> None:
-    assert allot([chance], [8], 1, STEPS, 0.0) == [worth]
+    assert allot([(chance, chance)], [8], 1, STEPS, Drafting()) == [worth]
 
 
 def test_what_steps_take_decides_how_many_guesses_there_are() -> None:
     for rows in (8, 20, 200):
-        assert allot([0.95] * 8, [8] * 8, rows, STEPS, 0.0) == [0] * 8, "bound by computing"
-    assert allot([0.9] * 2, [3, 1], 2, Line(((1, 100.0), (2, 100.0))), 0.0) == [3, 1]
+        assert allot([(0.95, 0.95)] * 8, [8] * 8, rows, STEPS, Drafting()) == [0] * 8, "bound by computing"
+        assert least_chance(rows, STEPS, Drafting()) >= 1.0
+    assert allot([(0.9, 0.9)] * 2, [3, 1], 2, Line(((1, 100.0), (2, 100.0))), Drafting()) == [3, 1]
     flat = Line(((1, 100.0), (32, 131.0)))
-    assert [allot([0.9], [8], 1, flat, drafting)[0] for drafting in (0.0, 30.0, 95.0)] == [8, 5, 0], "a dear draft is shorter"
+    dear = [allot([(0.9, 0.9)], [8], 1, flat, Drafting(0.0, guess))[0] for guess in (0.0, 30.0, 95.0)]
+    assert dear == [8, 5, 0], "a dear draft is shorter"
+    assert [least_chance(1, flat, Drafting(9.0, guess)) for guess in (0.0, 30.0)] == [pytest.approx(0.01), pytest.approx(0.31)]
+    assert [allot([(0.6, further)], [8], 1, flat, Drafting(60.0, 20.0)) for further in (0.1, 0.9)] == [[0], [8]], (
+        "one alone is not worth it"
+    )
 
 
 @pytest.mark.parametrize("chances", [(0.2,), (0.5,), (0.7,), (0.85,), (0.95,), (0.3, 0.9, 0.6), (0.8, 0.8, 0.1)])
 def test_no_other_choice_gives_more_tokens_a_second(chances: tuple[float, ...]) -> None:
     step, most = Line(((1, 100.0), (2, 104.0), (4, 114.0), (8, 150.0), (16, 300.0))), 8
 
-    def rate(counts: Seq[int], drafting: float) -> float:
+    def rate(counts: Seq[int], drafting: Drafting) -> float:
         tokens = sum(chance**i for chance, count in zip(chances, counts, strict=True) for i in range(count + 1))
-        return tokens / (step.at(len(chances) + sum(counts)) + sum(counts) * drafting)
+        drafts = sum(counts) * drafting.guess + sum(count > 0 for count in counts) * drafting.begin
+        return tokens / (step.at(len(chances) + sum(counts)) + drafts)
 
-    for drafting in (0.0, 5.0, 25.0):
+    for drafting in (Drafting(), Drafting(0.0, 5.0), Drafting(0.0, 25.0), Drafting(30.0, 5.0)):
         best = max(rate(counts, drafting) for counts in product(range(most + 1), repeat=len(chances)))
-        assert rate(allot(chances, [most] * len(chances), len(chances), step, drafting), drafting) == pytest.approx(best)
+        found = allot([(chance, chance) for chance in chances], [most] * len(chances), len(chances), step, drafting)
+        assert rate(found, drafting) >= best * (0.97 if drafting.begin else 1 - 1e-9)
 
 
 class Always(Drafter):
@@ -397,30 +405,88 @@ class Always(Drafter):
         return [[1] * ask.most for ask in asks]
 
 
-def test_bad_drafts_end_and_are_tried_again_and_good_ones_grow() -> None:
+def paced_ask(paced: Drafter, seq: Sequence, rows: int = 1) -> Seq[int]:
+    (most,) = paced.most([seq], rows) or (0,)
+    return ask(paced, seq, most) if most else ()
+
+
+def test_bad_drafts_end_and_are_tried_ever_more_rarely_and_good_ones_grow() -> None:
     seq, paced = Sequence("a", [1, 2, 3], 3, SamplingParams(max_tokens=9), b""), Paced(Always(), 8)
     asked = []
-    for _ in range(300):
-        drafts = ask(paced, seq, 20)
-        asked.append(len(drafts))
+    for _ in range(1000):
+        asked.append(len(drafts := paced_ask(paced, seq)))
         if drafts:
             paced.observe(seq, len(drafts), 0)
         seq.tokens.append(1)
-    assert asked[0] == 2 and asked[20] == 0 and max(asked[20:]) == 1 and 7 <= sum(asked[40:]) <= 300 // RETRY_TOKENS
-    for _ in range(5 * RETRY_TOKENS):
-        if drafts := ask(paced, seq, 20):
-            paced.observe(seq, len(drafts), len(drafts))
+    tries = [at for at, count in enumerate(asked) if count and at > 20]
+    assert asked[0] == 2 and max(asked[20:]) == 1 and 5 <= len(tries) <= 1000 * 0.01 / 0.15
+    assert tries[-1] - tries[-2] >= 4 * (tries[0] - 20)
+    while not paced_ask(paced, seq):
         seq.tokens.append(1)
-    assert len(ask(paced, seq, 20)) == 8 and len(ask(paced, seq, 2)) == 2
+    for _ in range(60):
+        seq.tokens.append(1)
+        paced.observe(seq, 4, 4)
+        assert paced_ask(paced, seq), "a trial that was right is followed by another one at once"
+    assert len(paced_ask(paced, seq)) == 8
+
+
+def test_a_new_sequence_is_expected_to_be_like_the_others() -> None:
+    paced, least = Paced(Always(), 8), 20
+    for i in range(40):
+        seq, drafted = Sequence(f"s{i}", [1, 2, 3], 3, SamplingParams(max_tokens=9), b""), 0
+        for _ in range(40):
+            if drafts := paced_ask(paced, seq):
+                drafted += 1
+                paced.observe(seq, len(drafts), 0)
+            seq.tokens.append(1)
+        paced.forget(seq)
+        least = min(least, drafted)
+    assert least <= 2 and drafted <= 2
+
+
+class Silent(Drafter):
+    """Has a guess for few, and counts its questions."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        self.asked += len(asks)
+        return [[1] if len(ask.seq.tokens) > 400 else () for ask in asks]
+
+
+def test_who_has_no_answer_is_asked_more_rarely_and_soon_again_if_he_has_one() -> None:
+    drafter = Silent()
+    seq, paced, before = Sequence("a", [1, 2, 3], 3, SamplingParams(max_tokens=9), b""), Paced(drafter, 8), 0
+    for _ in range(397):
+        paced_ask(paced, seq)
+        seq.tokens.append(1)
+    assert 397 / 8 <= drafter.asked <= 397 / 8 + 5
+    for _ in range(16):
+        seq.tokens.append(1)
+        if paced_ask(paced, seq):
+            paced.observe(seq, 1, 1)
+            before += 1
+    assert before >= 8
+
+
+def test_where_no_guess_is_worth_its_row_nobody_is_asked_nor_known() -> None:
+    paced = Paced(drafter := Silent(), 8, STEPS)
+    seqs = [Sequence(f"s{i}", [1, 2, 3], 3, SamplingParams(max_tokens=9), b"") for i in range(20)]
+    dear = Paced(drafter, 8, Line(((1, 100.0), (2, 230.0))))
+    assert dear.most(seqs, 20) == () and dear.remembered == 0
+    assert not any(paced.most(seqs, 20)), "a row takes its full share: only a guess that is surely right is worth it"
+    assert drafter.asked == 0
 
 
 def test_what_comes_after_the_first_wrong_guess_says_nothing() -> None:
     for drafted in (1, 8):
         seq, paced = Sequence("a", [1, 2, 3], 3, SamplingParams(max_tokens=9), b""), Paced(Always(), 8)
-        assert len(ask(paced, seq, 20)) == 2
-        for _ in range(3):
+        for _ in range(4):
             paced.observe(seq, drafted, 0)
-        assert len(ask(paced, seq, 20)) == 1
+        assert paced._pace(seq).further == FIRST_ACCEPTANCE > paced._pace(seq).first
+        paced.observe(seq, 8, 3)
+        assert paced._pace(seq).further == pytest.approx((FIRST_ACCEPTANCE * 49 / 64 + 15 / 64) * 7 / 8)
 
 
 def in_flight(drafter: Drafter | None, count: int = 1, ways: Seq[Any] = ({"temperature": 0.0},), **limits: Any) -> int:

@@ -115,8 +115,9 @@ def test_each_request_is_guessed_for_as_it_asks_and_a_method_is_asked_once_a_ste
         "predicted before": (Speculation("two", prediction=(5,)), [2] * 4, "two"),
     }
     seqs = {name: sequence([0, 1, *([5, 6] if name == "predicted before" else [])], given) for name, (given, _, _) in asked.items()}
-    drafts = drafter.propose([Ask(seq, min(4, drafter.most(seq))) for seq in seqs.values()])
-    assert [list(draft) for draft in drafts] == [wanted for _, wanted, _ in asked.values()]
+    worth = drafter.most([*seqs.values()], 1)
+    drafts = drafter.propose([Ask(seq, min(4, most)) for seq, most in zip(seqs.values(), worth, strict=True) if most])
+    assert [list(draft) for draft in drafts] == [wanted for _, wanted, _ in asked.values() if wanted]
     assert [drafter.source(seq) for seq in seqs.values()] == [source for *_, source in asked.values()]
     assert (one.asked, two.asked) == ([2], [3])
     for seq in seqs.values():
