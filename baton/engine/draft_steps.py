@@ -5,9 +5,9 @@ from itertools import chain
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from baton.engine.cpu import pointwise
+from baton.engine.cpu.kernel import Repeated
 from baton.engine.cpu.recording import Arena, Recording, Unrecordable
 from baton.engine.model.attention import Decodes, Ints, Meta, PagedAttention, PagedKv, Span, plan_decodes
 from baton.engine.model.transformer import Transformer
@@ -16,7 +16,8 @@ ROWS = 16  # sequences: in larger steps, Python is a small part
 
 
 class DraftSteps:
-    """Recorded for each number of sequences, of steps, and of tokens that wait, as `DecodeSteps` are."""
+    """Each step is recorded for each number of sequences, as `DecodeSteps` are, the first one for each number of tokens that wait, and the
+    others for each place in the chain. A chain is made of what is recorded, and computes nothing when it is made."""
 
     def __init__(self, model: Transformer, paged: PagedKv, most: int) -> None:
         """`most`: steps at most."""
@@ -24,7 +25,8 @@ class DraftSteps:
         each = 2 + -(-model.config.max_positions // paged.block_size)
         self._index = np.zeros((most, ROWS * each), np.int64)  # of each step: see `Decodes.index`
         self._tokens = np.zeros((most + 1, ROWS), np.int64)  # of each step; the last are what the last one finds
-        self._recordings: dict[tuple[int, int, int], Recording[Tensor]] = {}
+        self._recordings: dict[tuple[int, int, int], Recording[None]] = {}  # sequences, place, tokens that wait
+        self._chains: dict[tuple[int, int, int], Repeated] = {}  # sequences, steps, tokens that wait
         self._arena = Arena()
         self._possible = True
 
@@ -42,34 +44,41 @@ class DraftSteps:
         for step in range(1, steps):
             self._fill(step, positions[:, first - 1 + step], bases[:: first - 1 + steps], tables)
         self._tokens[0, : size * first] = list(chain.from_iterable(tokens))
-        if (recording := self._recordings.get((size, steps, first))) is not None:
-            recording()
+        if (repeated := self._chains.get((size, steps, first))) is not None:
+            repeated()
         else:
             try:
-                self._recordings[size, steps, first] = self._recorded(size, steps, first, int(positions[:, first - 1].sum()) + size)
+                self._chain(size, steps, first, int(positions[:, first - 1].sum()) + size)
             except Unrecordable:
                 self._possible = False
                 return None
-        found: list[list[int]] = self._tokens[1 : steps + 1, first - 1 : first - 1 + size].T.tolist()
+        found: list[list[int]] = self._tokens[1 : steps + 1, :size].T.tolist()
         return found
 
     def _fill(self, step: int, *parts: Ints) -> None:
         np.concatenate(parts, out=self._index[step, : sum(map(len, parts))])
 
+    def _chain(self, size: int, steps: int, first: int, keys: int) -> None:
+        """Computes, and records what is not recorded yet."""
+        parts = []
+        for place in range(steps):
+            key = size, place, first if place == 0 else 1
+            if (recording := self._recordings.get(key)) is None:
+                recording = self._recordings[key] = self._recorded(*key, keys)
+            else:
+                recording()
+            parts.append(recording.replay)
+        self._chains[size, steps, first] = Repeated(before=parts)
+
     @torch.inference_mode()
-    def _recorded(self, size: int, steps: int, first: int, keys: int) -> Recording[Tensor]:
-        """What a step finds is where the next one reads it: the tokens of all but the first step are those after the last that waited."""
-        layers, tokens = self._model.config.attention, torch.from_numpy(self._tokens)
+    def _recorded(self, size: int, place: int, first: int, keys: int) -> Recording[None]:
+        """What a step finds is where the next one reads it."""
+        layers, count = self._model.config.attention, size * first
+        index, tokens = torch.from_numpy(self._index[place]), torch.from_numpy(self._tokens)
+        meta = Meta(index[:count], Decodes(count, index, keys), layers, index[:0], ((),) * len(layers), self._paged.scratch(0))
 
-        def step(number: int) -> Tensor:
-            index, rows = (
-                torch.from_numpy(self._index[number]),
-                slice(0, size * first) if number == 0 else slice(first - 1, first - 1 + size),
-            )
-            count = rows.stop - rows.start
-            meta = Meta(index[:count], Decodes(count, index, keys), layers, index[:0], ((),) * len(layers), self._paged.scratch(0))
-            logits = self._model.forward(tokens[number, rows], index[:count], PagedAttention(self._paged, meta), None)
-            pointwise.greatest(logits, tokens[number + 1, rows])
-            return logits
+        def step() -> None:
+            logits = self._model.forward(tokens[place, :count], index[:count], PagedAttention(self._paged, meta), None)
+            pointwise.greatest(logits[first - 1 :], tokens[place + 1, :size])
 
-        return Recording(lambda: [step(number) for number in range(steps)][-1], self._arena)
+        return Recording(step, self._arena)

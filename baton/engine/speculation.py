@@ -119,7 +119,7 @@ def make_drafter(options: Options, runner: Runner) -> Drafter | None:
             said["draft"], said["drafts"] = costs.one.points, costs.several.points
     if not methods:
         return None
-    step = ASSUMED if engine.speculation == "none" or isinstance(runner, ToyRunner) else step_line(runner, most)
+    step = ASSUMED if engine.speculation == "none" or isinstance(runner, ToyRunner) else step_line(runner, most, bound)
     log.info("how many guesses a step gets follows from: %s", json.dumps({"step": step.points, **said}))
     return Chosen({name: Paced(method, bound, step) for name, method in methods.items()}, engine.speculation, bound)
 

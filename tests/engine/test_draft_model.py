@@ -239,6 +239,9 @@ def test_several_steps_in_one_call_guess_what_single_steps_guess() -> None:
             finish(engine)
             said += [seq.tokens for seq in seqs]
         assert (calls[0] > 20) == chained
+        places = {(size, place) for size, place, _ in made._recordings}
+        waiting = {first for size, _, first in made._recordings if size == 1}
+        assert len(made._recordings) == len(places) + len(waiting) - 1 or not chained, "each step is recorded once"
         counted.append((said, engine.counts))
     assert counted[0] == counted[1] and counted[0][1].accepted_tokens > 100
 
@@ -272,7 +275,7 @@ def alter(file: Path, **values: Any) -> None:
 
 def test_what_is_measured_grows_with_the_count_and_takes_a_bounded_time() -> None:
     sizes: list[int] = []
-    assert [count for count, _ in measured(sizes.append, 20).points] == [1, 2, 4, 8, 16]
+    assert [count for count, _ in measured(sizes.append, 20).points] == [1, 2, 3, 4, 6, 8, 16]
     seconds = [seconds for _, seconds in measured(lambda count: time.sleep(0.01 if count == 1 else 0.0), 32, time.perf_counter).points]
     assert seconds == sorted(seconds) and seconds[0] >= 0.01
     slow: list[int] = []

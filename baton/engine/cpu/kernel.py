@@ -351,23 +351,26 @@ _REPEAT = c_function(_repeat)
 _alone = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_REPEAT.address)  # releases the GIL: many calls take a while
 
 
-def repeated(calls: Sequence[Call]) -> Callable[[], None]:
-    """All of them in their order, as one call into native code. The tensors of all calls must still be there."""
-    packed = np.frombuffer(b"".join(call.packed for call in calls), np.uint8)
-    at, table = packed.ctypes.data, [len(calls)]
-    for call in calls:
-        table += [call.function, at]
-        at += len(call.packed)
-    given = struct.pack(f"{len(table)}q", *table)
-    small = all(call.work < SHARED_FROM for call in calls)
+class Repeated:
+    """Calls in their order, as one call into native code. The tensors of all calls must still be there."""
 
-    def repeat(kept: Any = packed) -> None:
-        if small or (threads := torch.get_num_threads()) == 1:
-            _alone(given)
+    def __init__(self, calls: Sequence[Call] = (), before: Sequence["Repeated"] = ()) -> None:
+        """`before`: what comes before `calls`."""
+        packed = np.frombuffer(b"".join(call.packed for call in calls), np.uint8)
+        self._kept: list[Any] = [packed, *before]
+        self._table = [entry for each in before for entry in each._table]
+        self._small = all(each._small for each in before) and all(call.work < SHARED_FROM for call in calls)
+        at = packed.ctypes.data
+        for call in calls:
+            self._table += [call.function, at]
+            at += len(call.packed)
+        self._given = struct.pack(f"{1 + len(self._table)}q", len(self._table) // 2, *self._table)
+
+    def __call__(self) -> None:
+        if self._small or (threads := torch.get_num_threads()) == 1:
+            _alone(self._given)
         else:
-            _together(_REPEAT.address, given, threads, 0)
-
-    return repeat
+            _together(_REPEAT.address, self._given, threads, 0)
 
 
 def _team() -> Any:

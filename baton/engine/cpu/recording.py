@@ -83,8 +83,8 @@ class Recording(Generic[Made]):
         with kernel.recorded() as calls, _Watch(arena):
             self.result = compute()
         self._arena = arena
-        self._replay = kernel.repeated(calls)
+        self.replay = kernel.Repeated(calls)
 
     def __call__(self) -> Made:
-        self._replay()
+        self.replay()
         return self.result

@@ -278,7 +278,7 @@ def test_other_threads_of_python_go_on_while_a_recording_is_repeated() -> None:
         moved = 0
         while not moved:
             before = counted[0]
-            recording._replay()
+            recording.replay()
             moved = counted[0] - before
             assert time.monotonic() < deadline
     finally:
