@@ -62,7 +62,7 @@ ARROWS = {
     "baton.launch": {"baton.clock", "baton.cluster", "baton.engine.options", "baton.moves", "baton.v1"},
     "baton.models": {"baton.engine.facts", "baton.engine.model"},
     "baton.simulate": {"baton.clock", "baton.cluster", "baton.engine.core", "baton.worker.prompts", "baton.worker.refusal", "router"},
-    "baton.tiers": {"baton.clock", "baton.engine.core.block_key", "baton.engine.core.kvcache", "baton.moves"},
+    "baton.tiers": {"baton.engine.core.block_key", "baton.engine.core.colder", "baton.engine.core.kvcache", "baton.moves"},
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},
     "kvtransfer": {
@@ -376,6 +376,7 @@ OTHER_CLOCKS = {
     "kvtransfer/nixl_transport.py": "threads of the transport",
     "kvtransfer/cuda_ipc_transport.py": "threads of the transport",
     "kvtransfer/device_transport.py": "threads of the transport",
+    "baton/tiers/tier": "threads of the tiers",
 }
 # The wall clock, where people or other hosts read it: the Date header, when an answer, a record, a span or a process was made, when a
 # receipt ends.

@@ -70,8 +70,9 @@ class House:
         mounts.wish(wanted)
         return mounts
 
-    async def snapshot(self) -> tuple[int, list[bytes]]:
-        return 3, [number.to_bytes(16, "big") for number in range(self.cached)]
+    async def snapshot(self) -> tuple[int, dict[str, list[bytes]]]:
+        colder = [b"colder".ljust(16)] if self.cached else []
+        return 3, {"device": [number.to_bytes(16, "big") for number in range(self.cached)], "host": colder}
 
     def end(self, name: str, error: BatonError | None = None, after_s: float = 0.0) -> None:
         """Records a request that ends now, and took at least `after_s`."""
@@ -339,7 +340,9 @@ async def test_a_cache_of_any_size_arrives_page_by_page(house: tuple[House, Any]
     assert known is not None
     pages = [page async for page in house[0].workers.snapshot(known)]
     assert {(page.incarnation, page.sequence) for page in pages} == {(1, 3)}
-    assert [key for page in pages for key in page.keys] == [number.to_bytes(16, "big") for number in range(cached)]
+    held = {medium: [key for page in pages if page.medium == medium for key in page.keys] for medium in ("device", "host")}
+    assert held["device"] == [number.to_bytes(16, "big") for number in range(cached)]
+    assert held["host"] == ([b"colder".ljust(16)] if cached else [])
     assert all(len(page.keys) <= PAGE_KEYS for page in pages)
 
 
