@@ -63,7 +63,13 @@ ARROWS = {
     "baton.models": {"baton.engine.facts", "baton.engine.model"},
     "baton.plan": {"baton.engine.facts.fields"},
     "baton.simulate": {"baton.clock", "baton.cluster", "baton.engine.core", "baton.worker.prompts", "baton.worker.refusal", "router"},
-    "baton.tiers": {"baton.clock", "baton.engine.core.block_key", "baton.engine.core.kvcache", "baton.moves"},
+    "baton.tiers": {
+        "baton.engine.core.block_key",
+        "baton.engine.core.colder",
+        "baton.engine.core.kvcache",
+        "baton.engine.core.pages",
+        "baton.moves",
+    },
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},
     "kvtransfer": {
