@@ -377,6 +377,7 @@ OTHER_CLOCKS = {
     "baton/launch/redis_server.py": "starts before there is a loop",
     "baton/engine/core/loop.py": "the engine's thread",
     "baton/engine/vllm/": "vLLM's processes and threads",
+    "baton/tiers/": "threads of a tier",
     "baton/engine/measure_steps.py": "times steps before there is a loop",
     "baton/engine/cpu/": "waits for another process, and times products, where no loop is",
     "kvtransfer/tcp_": "threads of the transport",

@@ -8,14 +8,12 @@ import heapq
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.tiers.store import Unit
 
 
-@dataclass(eq=False, frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     key: bytes
     digest: bytes
     slot: int
@@ -33,7 +31,8 @@ class Slots:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # held; the longest unused first
-        self._free = list(range(capacity))  # a heap: what is written together lies together
+        self._freed: list[int] = []  # a heap: what is written together lies together
+        self._fresh = 0  # this slot and those behind it were never used
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -61,38 +60,37 @@ class Slots:
             news = {unit.key: unit for unit in reversed(units) if unit.key not in self._entries}
             wanted = list(reversed(news.values()))
             lost: list[bytes] = []
-            while self._entries and len(self._free) < min(len(wanted), self.capacity):
+            while self._entries and self._room < min(len(wanted), self.capacity):
                 key, entry = self._entries.popitem(last=False)
-                heapq.heappush(self._free, entry.slot)
+                heapq.heappush(self._freed, entry.slot)
                 lost.append(key)
-            over = max(0, len(wanted) - len(self._free))
+            over = max(0, len(wanted) - self._room)
             lost += [unit.key for unit in wanted[:over]]
             wanted = wanted[over:]
-            entries = [Entry(unit.key, unit.digest, heapq.heappop(self._free)) for unit in wanted]
-            return Placed(entries, wanted, lost)
+            return Placed([Entry(unit.key, unit.digest, self._take()) for unit in wanted], wanted, lost)
 
     def commit(self, entries: Iterable[Entry]) -> None:
         """These have been written."""
         with self._lock:
             for entry in entries:
                 if self._entries.setdefault(entry.key, entry) is not entry:  # another thread was first
-                    heapq.heappush(self._free, entry.slot)
+                    heapq.heappush(self._freed, entry.slot)
 
     def cancel(self, entries: Iterable[Entry]) -> None:
         with self._lock:
             for entry in entries:
-                heapq.heappush(self._free, entry.slot)
+                heapq.heappush(self._freed, entry.slot)
 
     def use(self, entries: Iterable[Entry]) -> None:
         with self._lock:
             for entry in entries:
-                if self._entries.get(entry.key) is entry:
+                if self._entries.get(entry.key) == entry:
                     self._entries.move_to_end(entry.key)
 
     def lose(self, entry: Entry) -> bool:
         """Forgets this one, which does not verify; False: it has gone already, and what was read belongs to another."""
         with self._lock:
-            if self._entries.get(entry.key) is not entry:
+            if self._entries.get(entry.key) != entry:
                 return False
             self._remove(entry)
             return True
@@ -109,8 +107,19 @@ class Slots:
         with self._lock:
             self._entries = OrderedDict((entry.key, entry) for entry in entries)
             taken = {entry.slot for entry in self._entries.values()}
-            self._free = [slot for slot in range(self.capacity) if slot not in taken]
+            self._fresh = max(taken, default=-1) + 1
+            self._freed = [slot for slot in range(self._fresh) if slot not in taken]
+
+    @property
+    def _room(self) -> int:
+        return len(self._freed) + self.capacity - self._fresh
+
+    def _take(self) -> int:
+        if self._freed:
+            return heapq.heappop(self._freed)
+        self._fresh += 1
+        return self._fresh - 1
 
     def _remove(self, entry: Entry) -> None:
         del self._entries[entry.key]
-        heapq.heappush(self._free, entry.slot)
+        heapq.heappush(self._freed, entry.slot)

@@ -3,15 +3,20 @@
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from xxhash import xxh3_128_digest
 
+from baton.tiers.disk_folder import padded, units_name
+from baton.tiers.disk_store import DiskStore
 from baton.tiers.memory_store import MemoryStore
 from baton.tiers.store import Store, Unit, Wanted
 
 UNIT = 5000  # bytes: no multiple of a page, a sector or a word
 CAPACITY = 12
+FINGERPRINT = bytes(range(16))
 
 
 class Bench(Protocol):
@@ -42,7 +47,35 @@ def memory() -> Iterator[Bench]:
     yield MemoryBench()
 
 
-BENCHES = {"memory": memory}
+class DiskBench:
+    exact = True
+
+    def __init__(self, folder: Path) -> None:
+        self.store = DiskStore(folder, FINGERPRINT, UNIT, CAPACITY)
+
+    def damage(self, key: bytes) -> None:
+        entry = self.store._slots.find([key])[0]
+        assert entry is not None
+        flip(self.store.path, entry.slot)
+
+
+def flip(folder: Path, slot: int) -> None:
+    """A bit of a unit in a folder of one file."""
+    with open(folder / units_name(0), "r+b") as file:
+        place = slot * padded(UNIT) + UNIT // 2
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+@contextmanager
+def disk() -> Iterator[Bench]:
+    with TemporaryDirectory() as folder:
+        yield DiskBench(Path(folder))
+
+
+BENCHES = {"memory": memory, "disk": disk}
 
 
 def key(number: int) -> bytes:
