@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -52,6 +52,8 @@ class Totals:
     handoff_bytes: int
     drafted_tokens: int
     accepted_tokens: int
+    drafted_at: dict[str, int]  # by place in the guess of a step, from "1"
+    accepted_at: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,7 @@ class Journal:
         """`keep`: number of records kept."""
         # For `totals`; the metrics count the rest.
         self._goodput = self._handoffs = self._handoff_bytes = self._drafted = self._accepted = 0
+        self._drafted_at, self._accepted_at = Counter[str](), Counter[str]()
         self.open_entries: dict[Entry, None] = {}  # an ordered set
         self.curves = Curves()
         self._tracer = tracer
@@ -244,6 +247,8 @@ class Journal:
             handoff_bytes=self._handoff_bytes,
             drafted_tokens=self._drafted,
             accepted_tokens=self._accepted,
+            drafted_at=dict(self._drafted_at),
+            accepted_at=dict(self._accepted_at),
         )
 
     @property
@@ -281,6 +286,10 @@ class Journal:
         self._handoff_bytes += trace.handoff.bytes
         self._drafted += trace.guesses.drafted
         self._accepted += trace.guesses.accepted
+        if trace.guesses.drafted:
+            drafted, right = trace.guesses.places
+            self._drafted_at.update(drafted)
+            self._accepted_at.update(right)
         trace.gaps = array("d")  # they are in the histogram now
         span, trace_id = trace.span, trace.span.traceparent[3:35]
         record = Record(

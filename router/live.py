@@ -210,8 +210,10 @@ async def in_slices(make: Callable[[T], R], items: Iterable[T], at_once: int = A
 def merge_looks(own: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
     """The state of the cluster from the states of its routers. They see the same workers, and each has its own requests there."""
     states = [own, *others]
-    totals: dict[str, Any] = {name: sum(state["totals"][name] for state in states) for name in own["totals"] if name != "outcomes"}
-    totals["outcomes"] = _sum(state["totals"]["outcomes"] for state in states)
+    totals: dict[str, Any] = {}
+    for name, total in own["totals"].items():
+        add_up = _sum if isinstance(total, dict) else sum
+        totals[name] = add_up(state["totals"][name] for state in states)
     counts = [sum(state["totals"]["outcomes"].values()) for state in states]
     shares = [state["slo"]["attainment"] for state in states]
     judged = [(share, count) for share, count in zip(shares, counts, strict=True) if share is not None]

@@ -1,6 +1,7 @@
 """A request inside the router: the facts it arrived with, the tokens it has so far, and what became of it."""
 
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -16,6 +17,8 @@ from router.backlog import ENTRY_BYTES, TOP_BYTES, Backlog
 from router.family import Family
 
 MAX_STEPS = 256  # with guesses, that a record of the request keeps
+MAX_PLACES = 16  # in the guess of a step, of which the page tells
+PLACES = tuple(str(place) for place in range(1, MAX_PLACES + 1))
 NEAR_DEADLINE_S = 0.05  # with less time left, another attempt is pointless, and a client that leaves has given up because of its deadline
 
 
@@ -227,6 +230,16 @@ class Guesses:
     def steps(self) -> bytes:
         """For each of the first `MAX_STEPS` steps with guesses, two bytes: how many were accepted, and how many were not."""
         return bytes(self._steps) + bytes((min(self._run, 255), 0)) * bool(self._run)
+
+    @property
+    def places(self) -> tuple[Counter[str], Counter[str]]:
+        """(guesses, right ones) at each place of those steps, from "1" to `MAX_PLACES`."""
+        drafted, right = Counter[str](), Counter[str]()
+        steps = self.steps
+        for accepted, rejected in zip(steps[::2], steps[1::2], strict=True):
+            drafted.update(PLACES[: accepted + rejected])
+            right.update(PLACES[:accepted])
+        return drafted, right
 
 
 FinishReason = Literal["stop", "length"]

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The packages of this project. A file belongs to the longest name that matches.
 ROOMS = (
     "baton", "baton.access", "baton.cli", "baton.cluster", "baton.engine", "baton.engine.core", "baton.engine.cpu", "baton.engine.facts",
-    "baton.engine.gpu", "baton.engine.grammars", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models",
+    "baton.engine.gpu", "baton.engine.grammars", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models", "baton.plan",
     "baton.simulate", "baton.tiers", "baton.worker",
     "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
 )  # fmt: skip
@@ -61,8 +61,15 @@ ARROWS = {
     },
     "baton.launch": {"baton.clock", "baton.cluster", "baton.engine.options", "baton.moves", "baton.v1"},
     "baton.models": {"baton.engine.facts", "baton.engine.model"},
+    "baton.plan": {"baton.engine.facts.fields"},
     "baton.simulate": {"baton.clock", "baton.cluster", "baton.engine.core", "baton.worker.prompts", "baton.worker.refusal", "router"},
-    "baton.tiers": {"baton.engine.core.block_key", "baton.engine.core.colder", "baton.engine.core.kvcache", "baton.moves"},
+    "baton.tiers": {
+        "baton.engine.core.block_key",
+        "baton.engine.core.colder",
+        "baton.engine.core.kvcache",
+        "baton.engine.core.pages",
+        "baton.moves",
+    },
     "baton.worker": WORKER,
     "decode_worker": WORKER | {"baton.worker"},
     "kvtransfer": {
@@ -370,13 +377,13 @@ OTHER_CLOCKS = {
     "baton/launch/redis_server.py": "starts before there is a loop",
     "baton/engine/core/loop.py": "the engine's thread",
     "baton/engine/vllm/": "vLLM's processes and threads",
+    "baton/tiers/": "threads of a tier",
     "baton/engine/measure_steps.py": "times steps before there is a loop",
     "baton/engine/cpu/": "waits for another process, and times products, where no loop is",
     "kvtransfer/tcp_": "threads of the transport",
     "kvtransfer/nixl_transport.py": "threads of the transport",
     "kvtransfer/cuda_ipc_transport.py": "threads of the transport",
     "kvtransfer/device_transport.py": "threads of the transport",
-    "baton/tiers/tier": "threads of the tiers",
 }
 # The wall clock, where people or other hosts read it: the Date header, when an answer, a record, a span or a process was made, when a
 # receipt ends.

@@ -47,6 +47,7 @@ from baton.cli.options import (
     numbers,
 )
 from baton.cli.origins import origins
+from baton.cli.size import size
 from baton.client import Client, GenerateError, Stream
 from baton.cluster import config_layers as configuration
 from baton.cluster.config import Config, ConfigError
@@ -64,6 +65,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_e
 config_app = typer.Typer(no_args_is_help=True, help="Show the configuration: the values in force, or the schema.")
 app.add_typer(config_app, name="config")
 app.add_typer(loadtest_app, name="loadtest")
+app.command()(size)
 PIPE_WIDTH = 180  # columns of a table that does not go to a terminal
 out, err = (
     Console(stderr=stderr, highlight=False, emoji=False, width=None if stream.isatty() else PIPE_WIDTH)

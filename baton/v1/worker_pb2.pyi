@@ -994,8 +994,22 @@ class LiveError(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., at: _Optional[float] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., worker: _Optional[str] = ..., count: _Optional[int] = ..., requests: _Optional[int] = ...) -> None: ...
 
 class LiveTotals(_message.Message):
-    __slots__ = ("outcomes", "prompt_tokens", "output_tokens", "cached_tokens", "met", "handoffs", "handoff_bytes", "drafted_tokens", "accepted_tokens")
+    __slots__ = ("outcomes", "prompt_tokens", "output_tokens", "cached_tokens", "met", "handoffs", "handoff_bytes", "drafted_tokens", "accepted_tokens", "drafted_at", "accepted_at")
     class OutcomesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class DraftedAtEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class AcceptedAtEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -1011,6 +1025,8 @@ class LiveTotals(_message.Message):
     HANDOFF_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_AT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_AT_FIELD_NUMBER: _ClassVar[int]
     outcomes: _containers.ScalarMap[str, int]
     prompt_tokens: int
     output_tokens: int
@@ -1020,7 +1036,9 @@ class LiveTotals(_message.Message):
     handoff_bytes: int
     drafted_tokens: int
     accepted_tokens: int
-    def __init__(self, outcomes: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., met: _Optional[int] = ..., handoffs: _Optional[int] = ..., handoff_bytes: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    drafted_at: _containers.ScalarMap[str, int]
+    accepted_at: _containers.ScalarMap[str, int]
+    def __init__(self, outcomes: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., met: _Optional[int] = ..., handoffs: _Optional[int] = ..., handoff_bytes: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., drafted_at: _Optional[_Mapping[str, int]] = ..., accepted_at: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LiveSlo(_message.Message):
     __slots__ = ("objectives", "attainment")

@@ -26,7 +26,7 @@ from router.listing import Query
 from router.live import GONE_S, MAX_RECENT, MAX_REQUESTS, MAX_WORKERS, Live, merge_looks
 from router.members import ABSENT_S
 from router.peers import Peers
-from router.request import Request
+from router.request import Request, Token
 from router.view import ClusterView
 
 
@@ -231,12 +231,15 @@ async def test_a_request_is_listed_while_it_runs_and_then_among_the_recent_ones(
         assert request["age"] == 2.0 and not told["recent"]
         assert told["totals"]["output_tokens"] == 1, "tokens count as they come"
         entry.trace.handoff = Handoff(transport="nixl", blocks=1, bytes=4096)
+        entry.trace.guesses.note(Token(5, guessed=True))
+        entry.trace.guesses.note(Token(6, rejected=1))
         entry.finish = "length"
     told = await house.look(1.0)
     assert not told["requests"] and [last["request_id"] for last in told["recent"]] == ["r1"]
     totals = told["totals"]
     assert totals["outcomes"] == {"ok": 1} and (totals["output_tokens"], totals["prompt_tokens"], totals["met"]) == (1, 3, 1)
     assert (totals["handoffs"], totals["handoff_bytes"]) == (1, 4096)
+    assert (totals["drafted_at"], totals["accepted_at"]) == ({"1": 1, "2": 1}, {"1": 1})
     assert await house.live.find("r1") is not None and await house.live.find("r2") is None
 
 

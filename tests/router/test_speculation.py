@@ -149,6 +149,7 @@ def test_the_guesses_of_a_request_are_counted_step_by_step() -> None:
     for token in (Token(1), right, right, Token(2, rejected=3), Token(3), right, Token(4), Token(5, rejected=1), right, last):
         guesses.note(token)
     assert list(guesses.steps) == [2, 3, 1, 0, 0, 1, 2, 2] and (guesses.drafted, guesses.accepted) == (11, 5)
+    assert guesses.places == ({"1": 4, "2": 2, "3": 2, "4": 2, "5": 1}, {"1": 3, "2": 2})
     guesses.note(right)
     assert list(guesses.steps[-2:]) == [1, 0], "an output that ends with it"
     guesses.take_back((right,))

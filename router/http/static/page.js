@@ -91,9 +91,15 @@ function showTotals({ totals, routers }) {
   $("totals").textContent = [
     `Since the ${routers.length > 1 ? "routers" : "router"} started: ${ended || "no request"}`,
     `${short(totals.output_tokens)} output tokens${totals.drafted_tokens ? `, ${short(totals.accepted_tokens)} of ${short(totals.drafted_tokens)} guesses right` : ""}`,
+    ...(totals.drafted_tokens ? [`right at each place of a guess: ${places(totals)}`] : []),
     `${short(prompt)} prompt tokens${prompt ? `, ${percent(cached / prompt)} of them cached` : ""}`,
     `${count(totals.handoffs, "handoff")}, ${bytes(totals.handoff_bytes)} of KV`,
   ].join(" · ");
+}
+
+// The share of guesses that were right, at each place in the guess of a step.
+function places({ drafted_at: drafted, accepted_at: right }) {
+  return Object.entries(drafted).sort(([one], [other]) => one - other).map(([place, made]) => percent((right[place] ?? 0) / made)).join(", ") || "–";
 }
 
 $("login").addEventListener("submit", (event) => {

@@ -1,0 +1,110 @@
+"""Stores of small units for the suite that every store passes, and a way to damage what one of them keeps."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+from xxhash import xxh3_128_digest
+
+from baton.tiers.disk_folder import padded, units_name
+from baton.tiers.disk_store import DiskStore
+from baton.tiers.memory_store import MemoryStore
+from baton.tiers.store import Store, Unit, Wanted
+
+UNIT = 5000  # bytes: no multiple of a page, a sector or a word
+CAPACITY = 12
+FINGERPRINT = bytes(range(16))
+
+
+class Bench(Protocol):
+    @property
+    def store(self) -> Store: ...
+
+    exact: bool  # whether what goes first is the longest unused unit, and not one beside it
+
+    def damage(self, key: bytes) -> None:
+        """Flips a bit of the unit where it is kept."""
+        ...
+
+
+class MemoryBench:
+    exact = True
+
+    def __init__(self) -> None:
+        self.store = MemoryStore(UNIT, CAPACITY)
+
+    def damage(self, key: bytes) -> None:
+        entry = self.store._slots.find([key])[0]
+        assert entry is not None and self.store._memory is not None
+        self.store._memory[entry.slot, UNIT // 2] ^= 1
+
+
+@contextmanager
+def memory() -> Iterator[Bench]:
+    yield MemoryBench()
+
+
+class DiskBench:
+    exact = True
+
+    def __init__(self, folder: Path) -> None:
+        self.store = DiskStore(folder, FINGERPRINT, UNIT, CAPACITY)
+
+    def damage(self, key: bytes) -> None:
+        entry = self.store._slots.find([key])[0]
+        assert entry is not None
+        flip(self.store.path, entry.slot)
+
+
+def flip(folder: Path, slot: int) -> None:
+    """A bit of a unit in a folder of one file."""
+    with open(folder / units_name(0), "r+b") as file:
+        place = slot * padded(UNIT) + UNIT // 2
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+@contextmanager
+def disk() -> Iterator[Bench]:
+    with TemporaryDirectory() as folder:
+        yield DiskBench(Path(folder))
+
+
+BENCHES = {"memory": memory, "disk": disk}
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def content(number: int, size: int = UNIT) -> bytes:
+    return random.Random(number).randbytes(size)
+
+
+def unit(number: int, size: int = UNIT) -> Unit:
+    data = content(number, size)
+    return Unit(key(number), xxh3_128_digest(data), memoryview(data))
+
+
+def put(store: Store, *numbers: int) -> list[bytes]:
+    return store.put([unit(number, store.unit_bytes) for number in numbers])
+
+
+def get(store: Store, *numbers: int) -> list[bool]:
+    """Asserts that what is given back is what was put."""
+    copies = [bytearray(store.unit_bytes) for _ in numbers]
+    good = store.get([Wanted(key(number), memoryview(copy)) for number, copy in zip(numbers, copies, strict=True)])
+    for number, copy, whole in zip(numbers, copies, good, strict=True):
+        assert not whole or copy == content(number, store.unit_bytes), f"unit {number} has other bytes"
+    return good
+
+
+def held(store: Store, numbers: Sequence[int]) -> list[int]:
+    holds = store.holds([key(number) for number in numbers])
+    assert {key(number) for number, held in zip(numbers, holds, strict=True) if held} == set(store.keys()) & set(map(key, numbers))
+    return [number for number, held in zip(numbers, holds, strict=True) if held]
