@@ -140,7 +140,7 @@ HOMES = {
     "psutil": ("baton/cluster/address.py", "baton/engine/vllm/engine.py", "kvtransfer/ucx.py"),
     "ray": ("baton/launch/ray_launcher.py",),
     "opentelemetry": ("baton/cluster/otel.py",),
-    "cryptography": ("baton/cli/certs.py",),
+    "cryptography": ("baton/cli/certs.py", "baton/tiers/sealed_store.py"),
     "prometheus_client": ("baton/cluster/metrics_http.py",),
     "kubernetes": ("baton/launch/kubernetes_api.py",),
     "tokenizers": ("router/", "baton/models/", "loadtest/plan.py"),

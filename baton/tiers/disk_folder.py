@@ -13,8 +13,10 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from baton.tiers.kind import Kind
 
 FORMAT = "baton-kv-1"
 HEADER, LOCK, LOG = "baton-kv.json", "lock", "log"
@@ -24,10 +26,7 @@ FILE_BYTES = 256 << 20  # of a file of units
 FILES = 256  # at most, when the folder is made
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    format: str
-    fingerprint: str  # `KvLayout.fingerprint` in hexadecimal digits
+class Shape(NamedTuple):
     unit_bytes: int
     slot_bytes: int
     slots_per_file: int
@@ -45,10 +44,10 @@ def units_name(index: int) -> str:
 class Folder:
     """An open folder, and its lock. Raises ValueError for what is refused, OSError for what the disk refuses."""
 
-    def __init__(self, path: Path, fingerprint: bytes, unit_bytes: int, capacity: int, device: int | None = None) -> None:
+    def __init__(self, path: Path, kind: Kind, capacity: int, device: int | None = None) -> None:
         """`device`: the disk on which it must lie (`st_dev`); None: any."""
-        slot = padded(unit_bytes)
-        shape = Shape(FORMAT, fingerprint.hex(), unit_bytes, slot, max(FILE_BYTES // slot, -(-capacity // FILES), 1))
+        slot = padded(kind.unit_bytes)
+        shape = Shape(kind.unit_bytes, slot, max(FILE_BYTES // slot, -(-capacity // FILES), 1))
         self.path = path
         place = next(each for each in (path, *path.absolute().parents) if each.exists())
         if not place.is_dir():
@@ -63,7 +62,7 @@ class Folder:
         try:
             stat = os.fstat(self._lock)
             self._identity = stat.st_dev, stat.st_ino
-            self.shape = _agreed(path, shape)
+            self.shape = _agreed(path, kind, shape)
         except BaseException:
             os.close(self._lock)
             raise
@@ -115,25 +114,23 @@ def _locked(path: Path) -> int:
     return fd
 
 
-def _agreed(path: Path, shape: Shape) -> Shape:
+def _agreed(path: Path, kind: Kind, shape: Shape) -> Shape:
     """That of the folder, which becomes ours if it is new."""
     header = path / HEADER
     if not header.exists():
-        _write(header, json.dumps(asdict(shape), indent=1) + "\n")
+        _write(header, json.dumps({"format": FORMAT, **kind.facts, **shape._asdict()}, indent=1) + "\n")
         return shape
     try:
-        found = Shape(**json.loads(header.read_text()))
+        found = dict(json.loads(header.read_text()))
     except (ValueError, TypeError):
         raise ValueError(f"{header} is damaged, or not Baton's: name another folder, or delete this one") from None
-    if found.format != FORMAT:
-        raise ValueError(f"{header}: format {found.format!r}, this version reads {FORMAT!r}")
-    for field in ("fingerprint", "unit_bytes", "slot_bytes"):
-        theirs, ours = getattr(found, field), getattr(shape, field)
-        if theirs != ours:
-            raise ValueError(f"{path} holds KV of another model or layout: {field} {theirs} there, {ours} here; name another folder")
-    if not isinstance(found.slots_per_file, int) or found.slots_per_file < 1:
-        raise ValueError(f"{header}: slots_per_file {found.slots_per_file!r}")
-    return found
+    if found.get("format") != FORMAT:
+        raise ValueError(f"{header}: format {found.get('format')!r}, this version reads {FORMAT!r}")
+    kind.check(found, str(path))
+    slot_bytes, per_file = found.get("slot_bytes"), found.get("slots_per_file")
+    if slot_bytes != shape.slot_bytes or not isinstance(per_file, int) or per_file < 1:
+        raise ValueError(f"{header}: slots of {slot_bytes} bytes, {per_file} a file; this version has slots of {shape.slot_bytes} bytes")
+    return shape._replace(slots_per_file=per_file)
 
 
 def _write(path: Path, text: str) -> None:

@@ -21,6 +21,7 @@ from baton.engine.core.block_key import DISK
 from baton.tiers.disk_files import Files, Rates, measure, prefers_direct
 from baton.tiers.disk_folder import LOG, Folder
 from baton.tiers.disk_log import DROP, PUT, Log
+from baton.tiers.kind import Kind
 from baton.tiers.slots import Entry, Slots
 from baton.tiers.store import StoreFailed, Unit, Wanted
 
@@ -58,23 +59,22 @@ class DiskStore:
     def __init__(
         self,
         folder: Path,
-        fingerprint: bytes,
-        unit_bytes: int,
+        kind: Kind,
         capacity: int,
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`fingerprint`: `KvLayout.fingerprint`. `capacity`: units; each takes `disk_folder.padded(unit_bytes)` bytes.
+        """`capacity`: units; each takes `disk_folder.padded(kind.unit_bytes)` bytes.
 
-        Raises ValueError, which names the folder, for one that is not ours, is in use, holds another model's units, or lies on a disk that
+        Raises ValueError, which names the folder, for one that is not ours, is in use, holds units of another kind, or lies on a disk that
         is smaller. If the disk fails, the store exists nevertheless, and the next call asks it again.
         """
-        if unit_bytes < 1 or capacity < 1:
-            raise ValueError(f"{folder}: no room for a unit of {unit_bytes} bytes")
+        if kind.unit_bytes < 1 or capacity < 1:
+            raise ValueError(f"{folder}: no room for a unit of {kind.unit_bytes} bytes")
         self.path = folder
-        self.unit_bytes, self.capacity = unit_bytes, capacity
+        self.unit_bytes, self.capacity = kind.unit_bytes, capacity
         self.rates: Rates | None = None  # of this disk, once it was measured
-        self._fingerprint = fingerprint
+        self._kind = kind
         self._patience_s = patience_s
         self._clock = clock
         self._device: int | None = None
@@ -250,7 +250,7 @@ class DiskStore:
     def _new_session(self) -> Session:
         began, slots = self._clock(), Slots(self.capacity)
         with ExitStack() as opened:
-            folder = Folder(self.path, self._fingerprint, self.unit_bytes, self.capacity, self._device)
+            folder = Folder(self.path, self._kind, self.capacity, self._device)
             opened.callback(folder.close)
             journal = Log(self.path / LOG)
             opened.callback(journal.close)

@@ -11,12 +11,15 @@ from xxhash import xxh3_128_digest
 
 from baton.tiers.disk_folder import padded, units_name
 from baton.tiers.disk_store import DiskStore
+from baton.tiers.kind import Kind
 from baton.tiers.memory_store import MemoryStore
+from baton.tiers.sealed_store import SEAL_BYTES, SealedStore
 from baton.tiers.store import Store, Unit, Wanted
 
 UNIT = 5000  # bytes: no multiple of a page, a sector or a word
 CAPACITY = 12
-FINGERPRINT = bytes(range(16))
+SECRET = bytes(range(32))
+KIND = Kind(bytes(range(16)), UNIT)
 
 
 class Bench(Protocol):
@@ -37,9 +40,13 @@ class MemoryBench:
         self.store = MemoryStore(UNIT, CAPACITY)
 
     def damage(self, key: bytes) -> None:
-        entry = self.store._slots.find([key])[0]
-        assert entry is not None and self.store._memory is not None
-        self.store._memory[entry.slot, UNIT // 2] ^= 1
+        damage(self.store, key)
+
+
+def damage(store: MemoryStore, key: bytes) -> None:
+    entry = store._slots.find([key])[0]
+    assert entry is not None and store._memory is not None
+    store._memory[entry.slot, UNIT // 2] ^= 1
 
 
 @contextmanager
@@ -51,7 +58,7 @@ class DiskBench:
     exact = True
 
     def __init__(self, folder: Path) -> None:
-        self.store = DiskStore(folder, FINGERPRINT, UNIT, CAPACITY)
+        self.store = DiskStore(folder, KIND, CAPACITY)
 
     def damage(self, key: bytes) -> None:
         entry = self.store._slots.find([key])[0]
@@ -75,7 +82,23 @@ def disk() -> Iterator[Bench]:
         yield DiskBench(Path(folder))
 
 
-BENCHES = {"memory": memory, "disk": disk}
+class SealedBench:
+    exact = True
+
+    def __init__(self) -> None:
+        self.inside = MemoryStore(UNIT + SEAL_BYTES, CAPACITY)
+        self.store = SealedStore(self.inside, SECRET)
+
+    def damage(self, key: bytes) -> None:
+        damage(self.inside, key)
+
+
+@contextmanager
+def sealed() -> Iterator[Bench]:
+    yield SealedBench()
+
+
+BENCHES = {"memory": memory, "disk": disk, "sealed": sealed}
 
 
 def key(number: int) -> bytes:

@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from store_benches import CAPACITY, FINGERPRINT, UNIT, content, flip, get, held, key, put, unit
+from store_benches import CAPACITY, KIND, UNIT, content, flip, get, held, key, put, unit
 
 from baton.tiers import disk_files, disk_folder, disk_store
 from baton.tiers.disk_files import Files, Rates, measure, prefers_direct
@@ -37,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def opened(folder: Path, capacity: int = CAPACITY, **more: Any) -> DiskStore:
-    return DiskStore(folder, FINGERPRINT, UNIT, capacity, **more)
+    return DiskStore(folder, KIND, capacity, **more)
 
 
 def dead(store: DiskStore, to: Path) -> Path:
@@ -65,9 +66,9 @@ def test_what_was_put_is_there_after_the_end_and_in_the_order_of_its_use(folder:
 
 KILLED = """
 import sys; from pathlib import Path
-from store_benches import FINGERPRINT, UNIT, put
+from store_benches import KIND, put
 from baton.tiers.disk_store import DiskStore
-store = DiskStore(Path(sys.argv[1]), FINGERPRINT, UNIT, 12)
+store = DiskStore(Path(sys.argv[1]), KIND, 12)
 for n in range(0, 1000000, 3):
     put(store, n, n + 1, n + 2)
     print(n + 2, flush=True)
@@ -251,11 +252,15 @@ def _foreign(folder: Path) -> None:
 
 
 def _another_model(folder: Path) -> None:
-    DiskStore(folder, bytes(16), UNIT, CAPACITY).close()
+    DiskStore(folder, replace(KIND, fingerprint=bytes(16)), CAPACITY).close()
 
 
 def _other_size(folder: Path) -> None:
-    DiskStore(folder, FINGERPRINT, 2 * UNIT, CAPACITY).close()
+    DiskStore(folder, replace(KIND, unit_bytes=2 * UNIT), CAPACITY).close()
+
+
+def _encrypted(folder: Path) -> None:
+    DiskStore(folder, replace(KIND, seal="0123456789abcdef"), CAPACITY).close()
 
 
 def _damaged(folder: Path) -> None:
@@ -281,9 +286,10 @@ def _no_slots(folder: Path) -> None:
         (_foreign, "not a folder of Baton's KV: it holds 'thesis.tex'"),
         (_another_model, f"another model or layout: fingerprint {bytes(16).hex()} there"),
         (_other_size, "unit_bytes 10000 there, 5000 here"),
+        (_encrypted, "encrypted with the key 0123456789abcdef, and the store not encrypted"),
         (_damaged, "damaged, or not Baton's"),
         (_newer, "format 'baton-kv-2'"),
-        (_no_slots, "slots_per_file 0"),
+        (_no_slots, "0 a file"),
     ],
 )
 def test_a_folder_that_is_not_ours_is_refused_and_stays_as_it_is(folder: Path, make: Callable[[Path], None], said: str) -> None:
@@ -394,7 +400,7 @@ def test_another_disk_in_its_place_is_not_written(folder: Path, monkeypatch: pyt
 
 IN_A_SMALL_DISK = """
 import subprocess, sys; from pathlib import Path
-from store_benches import FINGERPRINT, UNIT, get, key, put
+from store_benches import KIND, get, key, put
 from baton.tiers import disk_folder; from baton.tiers.disk_store import DiskStore; from baton.tiers.store import StoreFailed
 mount = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", mount], check=True)
@@ -405,7 +411,7 @@ def refused(call):
 """
 FULL = """
 disk_folder.FILE_BYTES = 8 << 13
-store = DiskStore(mount / "kv", FINGERPRINT, UNIT, 100)
+store = DiskStore(mount / "kv", KIND, 100)
 put(store, *range(8))
 filler = mount / "filler"
 with open(filler, "wb", buffering=0) as file:
@@ -421,7 +427,7 @@ assert put(store, 9) == [] and all(get(store, *range(8), 9))
 """
 READ_ONLY = """
 subprocess.run(["mount", "-o", "remount,ro", mount], check=True)
-store = DiskStore(mount / "kv", FINGERPRINT, UNIT, 12)
+store = DiskStore(mount / "kv", KIND, 12)
 for call in (lambda: put(store, 1), lambda: get(store, 1)):
     said = refused(call)
     assert str(mount / "kv") in said and "Read-only" in said, said
@@ -429,7 +435,7 @@ subprocess.run(["mount", "-o", "remount,rw", mount], check=True)
 assert put(store, 1) == [] and get(store, 1) == [True]
 """
 UNMOUNTED = """
-store = DiskStore(mount / "kv", FINGERPRINT, UNIT, 12)
+store = DiskStore(mount / "kv", KIND, 12)
 put(store, 1)
 subprocess.run(["umount", "--lazy", mount], check=True)
 said = refused(lambda: put(store, 2))
