@@ -20,15 +20,16 @@ async def start_engine(options: Options, listener: Listener, progress: Progress 
     """`tiers`: colder places for KV; the caller closes them before the engine. Raises CheckpointError, BuildError or OSError, each naming
     what is wrong."""
     check(options)
-    if tiers is not None and (options.engine.kind != "baton" or options.engine.device != "cpu"):
-        raise BuildError("tiers: need engine.kind baton and engine.device cpu")
+    engine = options.engine
+    if tiers is not None and not (engine.kind == "baton" and engine.device == "cpu" and engine.prefix_caching):
+        raise BuildError("tiers.memory_mib and tiers.disk need engine.kind baton, engine.device cpu and engine.prefix_caching")
     if options.engine.kind == "vllm":
         progress(Step("starting vLLM"))
         from baton.engine.vllm.engine import VllmEngine  # the others start without it
 
-        engine = VllmEngine(options, listener)
-        await engine.start()
-        return engine
+        vllm = VllmEngine(options, listener)
+        await vllm.start()
+        return vllm
 
     def told() -> Built:
         with told_to(progress):

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from baton.engine.core.block_key import KEY_BYTES
 from baton.moves import Moves
 from baton.tiers.choice import Measured, Rate
 from baton.tiers.store import Store, StoreFailed, Unit, Wanted
-from baton.tiers.worth import REST_S, Worth
+from baton.tiers.worth import REST_S, Tally, Worth
 
 log = logging.getLogger(__name__)
 QUEUED_BYTES = 64 << 20  # units that wait to be written, at least one
@@ -76,6 +76,19 @@ class Piece(NamedTuple):
     compute_s: float  # what computing these would take
     take: Callable[[int, memoryview], None]  # the unit of this key is here, and has been verified; copied now
     done: Callable[[], None]
+
+
+class Told(NamedTuple):
+    """What a tier says of itself."""
+
+    medium: str
+    state: str
+    why: str  # it is off
+    units: int
+    capacity: int
+    tally: Tally
+    saved_s: float  # lately
+    spent_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +143,13 @@ class Tier:
 
     def rate(self, now: float) -> Rate | None:
         return self._rate.at(now)
+
+    def told(self, now: float) -> Told:
+        with self._lock:
+            saved_s, spent_s = self.worth.lately(now)
+            return Told(
+                self.medium, self.state.value, self.why, self.units, self.store.capacity, replace(self.worth.tally), saved_s, spent_s
+            )
 
     def save(self, save: Save) -> None:
         """Never waits. `done` is called in any case, also now."""
@@ -322,7 +342,7 @@ class Tier:
                 self.worth.begin(now)
             self._return()
         elif self.on and not self.worth.pays(now):
-            saved, spent = self.worth.lately
+            saved, spent = self.worth.lately(now)
             self._off("cost", f"it saved {saved:.1f} s and cost {spent:.1f} s lately", now + REST_S)
 
     def _probe(self, now: float) -> None:

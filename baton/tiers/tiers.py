@@ -17,7 +17,7 @@ from baton.engine.core.colder import Policy, Report
 from baton.engine.core.kvcache import KvLayout, KvPool, Pool
 from baton.tiers.choice import units_to_load
 from baton.tiers.store import Store
-from baton.tiers.tier import Bounds, Piece, Save, Tier
+from baton.tiers.tier import Bounds, Piece, Save, Tier, Told
 
 log = logging.getLogger(__name__)
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -83,6 +83,10 @@ class Tiers:
     def watch(self, now: float) -> None:
         for tier in self.tiers:
             tier.watch(now)
+
+    def told(self) -> list[Told]:
+        """For people and metrics; in any thread."""
+        return [tier.told(time.monotonic()) for tier in self.tiers]
 
     def drop(self, keys: Sequence[bytes]) -> None:
         for tier in self.tiers:

@@ -50,15 +50,14 @@ class Worth:
 
     def pays(self, now: float) -> bool:
         """False once it has cost too much for the whole of the window."""
-        self._turn(now)
+        saved, spent = self.lately(now)
         if now - self._slots[0][0] < WINDOW_S:
             return True
-        saved, spent = self.lately
         return spent - saved <= UNNOTICED * WINDOW_S
 
-    @property
-    def lately(self) -> tuple[float, float]:
+    def lately(self, now: float) -> tuple[float, float]:
         """Seconds saved and spent in the window."""
+        self._turn(now)
         return sum(saved for _, saved, _ in self._slots), sum(spent for _, _, spent in self._slots)
 
     def _count(self, saved_s: float, spent_s: float, now: float) -> None:

@@ -120,8 +120,14 @@ class Tiered:
 
 @asynccontextmanager
 async def tiered(
-    *stores: PlainStore, blocks: int = 16, policy: Policy | None = None, seqs: int = 4, bounds: Bounds | None = None, max_len: int = 0
+    *stores: PlainStore,
+    blocks: int = 16,
+    policy: Policy | None = None,
+    seqs: int = 4,
+    max_len: int = 0,
+    tiers: Tiers | None = None,
 ) -> AsyncIterator[Tiered]:
+    """`tiers`: in place of `stores`."""
     runner = ToyRunner(CONFIG, "toy", BLOCK)
     runner.attach(KvPool(runner.layout, blocks))
     engine = Engine(runner, Limits(seqs, 32, 0.5), max_len or blocks * BLOCK)
@@ -129,7 +135,7 @@ async def tiered(
     events: list[CacheEvent] = []
     failures: list[BaseException] = []
     loop = EngineLoop(engine, Listener(outputs.extend, events.extend, failures.append))
-    tiers = Tiers(lambda layout: [(store, bounds or Bounds()) for store in stores], policy or Policy(wait_s=WITHIN_S))
+    tiers = tiers or Tiers(lambda layout: [(store, Bounds()) for store in stores], policy or Policy(wait_s=WITHIN_S))
     loop.attach(tiers)
     loop.start()
     try:

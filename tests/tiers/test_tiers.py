@@ -9,7 +9,7 @@ import pytest
 from tiered import BLOCK, CONFIG, PlainStore, Tiered, make_seq, tiered, until
 
 from baton.engine.core.block_key import DEVICE, DISK, HOST, extend_keys, root_key
-from baton.engine.core.colder import Policy
+from baton.engine.core.colder import NEAR, Policy
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import naive
 from baton.tiers.tier import HANG_S
@@ -120,7 +120,7 @@ async def test_everything_is_saved_at_once_if_that_is_wanted() -> None:
 
 async def test_with_room_in_the_pool_nothing_is_saved() -> None:
     """Negative control: the prompt is far from being evicted."""
-    async with tiered(PlainStore(100), blocks=64) as t:
+    async with tiered(PlainStore(100), blocks=NEAR + 64) as t:
         await visit(t, 1)
         await asyncio.sleep(0.05)
         assert not t.stores[0].units

@@ -41,7 +41,7 @@ def test_a_new_trial_begins_at_nothing_and_the_tally_goes_on() -> None:
     worth = Worth(0.0)
     spend(worth, 0, 700, 0.5, 0.1)
     worth.begin(2500.0)
-    assert worth.pays(2501.0) and worth.lately == (0.0, 0.0)
+    assert worth.pays(2501.0) and worth.lately(2501.0) == (0.0, 0.0)
     assert (worth.tally.reads, worth.tally.hits, worth.tally.read_bytes) == (560, 560, 560_000)
     spend(worth, 2500, 3200, 0.5, 0.1)
     assert not worth.pays(3200.0)

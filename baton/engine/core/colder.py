@@ -23,7 +23,7 @@ from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.sequence import Sequence
 
 SOUGHT = 4  # sequences at the head of the queue whose keys are looked up
-NEAR = 512  # blocks that are free or saved, so that one admission may take so many and nothing is lost; half of a small pool
+NEAR = 512  # blocks that are free or saved, so that one admission may take so many and nothing is lost
 SAVED = 64  # blocks that are saved at a time; an eighth of a small pool
 REMEMBERED = 4096  # sealed blocks that wait to be saved
 SMOOTHING = 0.2  # weight of the newest step in the pace of prefills
@@ -200,7 +200,7 @@ class Colder:
             key = self._sealed.popleft()
             if key not in held:
                 blocks += [Keyed(block, key) for block in pool.match([key])]
-        near = max(1, min(NEAR, pool.num_blocks // 2)) - (pool.available - pool.num_cached)
+        near = NEAR - (pool.available - pool.num_cached)
         room = min(room, spare) - len(blocks)
         blocks += (coldest := pool.coldest(room, near, held))
         self._clean = now if len(coldest) < room else None
