@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from baton.cluster.config_engine import TiersConfig
+from baton.cluster.records import TierRecord
 from baton.engine.core.colder import Policy
 from baton.engine.core.kvcache import KvLayout
 from baton.tiers.disk_folder import padded
@@ -13,7 +14,7 @@ from baton.tiers.kind import Kind
 from baton.tiers.memory_store import MemoryStore
 from baton.tiers.sealed_store import SEAL_BYTES, SealedStore, read_secret, seal_name
 from baton.tiers.store import Store
-from baton.tiers.tier import Bounds
+from baton.tiers.tier import Bounds, Told
 from baton.tiers.tiers import Tiers
 
 MIB = 1 << 20
@@ -26,6 +27,16 @@ def make_tiers(config: TiersConfig, name: str) -> Tiers | None:
     if not config.any:
         return None
     return Tiers(lambda layout: _stores(config, name, layout), Policy(config.save == "at_once", config.wait_s))
+
+
+def records(tiers: Tiers | None) -> tuple[TierRecord, ...]:
+    """For people."""
+    return tuple(_record(tier) for tier in tiers.told()) if tiers is not None else ()
+
+
+def _record(told: Told) -> TierRecord:
+    reads, hits, gain = told.tally.reads, told.tally.hits, (round(told.saved_s, 3), round(told.spent_s, 3))
+    return TierRecord(told.medium, told.state, told.why, told.units, told.capacity, reads, hits, *gain)
 
 
 def _stores(config: TiersConfig, name: str, layout: KvLayout) -> list[tuple[Store, Bounds]]:

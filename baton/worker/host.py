@@ -41,7 +41,7 @@ from baton.engine.machine import quota_cores, usable_cores
 from baton.engine.options import Options
 from baton.engine.start import start_engine
 from baton.v1 import worker_pb2_grpc
-from baton.worker.colder import make_tiers
+from baton.worker.colder import make_tiers, records
 from baton.worker.door import Probed, Residue, WorkerDoor
 from baton.worker.identity import Identity
 from baton.worker.kv_door import KvExchangeDoor
@@ -267,6 +267,7 @@ class Host:
             eos_token_ids=tuple(sorted(traits.eos_token_ids)),
             gpus=self._gpus.records(),
             lends=traits.lends,
+            tiers=records(self._tiers),
             speculation=traits.offer.methods,
             speculation_tokens=traits.offer.max_tokens,
             forks=True,
