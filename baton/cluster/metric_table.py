@@ -152,7 +152,7 @@ TABLE: tuple[Metric, ...] = (
     # Decisions
     Metric(
         "baton_router_choices_total", "counter", "choices", ROUTER, "Choices of a worker, by the reason for the choice.",
-        {"role": WORKERS, "reason": ("cached prefix", "fetched prefix", "least work", "fits", "queues")},
+        {"role": WORKERS, "reason": ("cached prefix", "loaded prefix", "fetched prefix", "least work", "fits", "queues")},
     ),
     Metric(
         "baton_router_bypasses_total", "counter", "requests", ROUTER,
