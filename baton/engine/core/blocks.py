@@ -59,17 +59,18 @@ class BlockPool:
         self._key_of: dict[int, bytes] = {}  # sealed blocks, owned or cached
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._offered: set[int] = set()  # those that `coldest` gave and nobody has matched since
+        self._saved: OrderedDict[int, None] = OrderedDict()  # those that are cached and older: they need not be saved any more
+        self._offered: set[int] = set()  # those that `coldest` gave and nobody has matched since; `_saved` and others that are owned
         self._changes: list[CacheChange] = []
 
     @property
     def available(self) -> int:
         """Blocks that `allocate` can still hand out."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.num_cached
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + len(self._saved)
 
     @property
     def num_owned(self) -> int:
@@ -99,7 +100,7 @@ class BlockPool:
             if block is None:
                 break
             known += 1
-            idle += block in self._cached
+            idle += block not in self._owners
         return known, idle
 
     def allocate(self, count: int) -> list[int] | None:
@@ -141,28 +142,32 @@ class BlockPool:
             del self._owners[block]
             if block not in self._key_of:
                 self._free.append(block)
-                continue
-            self._cached[block] = None
-            if block in self._offered:
-                self._cached.move_to_end(block, last=False)
+            else:
+                (self._saved if block in self._offered else self._cached)[block] = None
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Drop the keys of blocks whose content turned out to be wrong: their owners keep them, but they are not found again."""
         for block in blocks:
             self._unkey(block)
-            if block in self._cached:
-                del self._cached[block]
+            if block in self._cached or block in self._saved:
+                self._drop(block)
                 self._free.append(block)
 
     def coldest(self, count: int, within: int, known: Container[bytes]) -> list[Keyed]:
-        """Up to `count` of the `within` oldest cached blocks, those whose keys are not `known` and that it has not given before, unless
-        somebody has matched them since. The caller owns them, and when it releases them they are the oldest again."""
-        oldest = islice(self._cached, max(0, within))
-        fresh = (block for block in oldest if block not in self._offered and self._key_of[block] not in known)
-        found = [Keyed(block, self._key_of[block]) for block in islice(fresh, max(0, count))]
-        for one in found:
-            self._retain(one.block)
-            self._offered.add(one.block)
+        """Up to `count` of the `within` oldest cached blocks, without those whose keys are `known` and those that it has given before,
+        unless somebody has matched them since. The caller owns them, and releases the oldest first: then they are the oldest again."""
+        found: list[Keyed] = []
+        for block in list(islice(self._cached, max(0, within - len(self._saved)))):
+            if len(found) >= count:
+                break
+            key = self._key_of[block]
+            if key in known:
+                del self._cached[block]
+                self._saved[block] = None
+            else:
+                self._retain(block)
+                found.append(Keyed(block, key))
+            self._offered.add(block)
         return found
 
     def note(self, changes: Iterable[CacheChange]) -> None:
@@ -176,7 +181,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Checks the invariant. Raises RuntimeError, also under -O: a broken pool must not serve another request's memory."""
-        places = {"free": set(self._free), "cached": set(self._cached), "owned": set(self._owners)}
+        places = {"free": set(self._free), "cached": {*self._cached, *self._saved}, "owned": set(self._owners)}
         free, cached, _ = places.values()
         if len(free) != len(self._free) or len(set().union(*places.values())) != sum(map(len, places.values())):
             raise RuntimeError("a block is in two places")
@@ -185,21 +190,25 @@ class BlockPool:
             raise RuntimeError(f"blocks lost: {told} of {self.num_blocks}")
         if {key: block for block, key in self._key_of.items()} != self._block_of or cached - set(self._key_of) or free & set(self._key_of):
             raise RuntimeError("keys and blocks disagree")
-        if self._offered - set(self._key_of):
-            raise RuntimeError("a block that was saved has no key")
+        if self._offered - set(self._key_of) or set(self._saved) - self._offered or self._offered & set(self._cached):
+            raise RuntimeError("it is not clear what was saved")
         if any(count < 1 for count in self._owners.values()):
             raise RuntimeError("a block is owned by nobody")
 
     def _retain(self, block: int) -> None:
-        self._cached.pop(block, None)
+        self._drop(block)
         self._offered.discard(block)
         self._owners[block] = self._owners.get(block, 0) + 1
+
+    def _drop(self, block: int) -> None:
+        self._cached.pop(block, None)
+        self._saved.pop(block, None)
 
     def _take(self) -> int:
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block, _ = (self._saved or self._cached).popitem(last=False)
             self._unkey(block)
         self._owners[block] = 1
         return block

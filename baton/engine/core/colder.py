@@ -153,7 +153,8 @@ class Colder:
     def saved(self, blocks: Seq[tuple[int, bytes]]) -> None:
         """These are in a tier, or the tiers do not want them."""
         self._saving -= len(blocks)
-        self._pool.release(block for block, _ in blocks)
+        for block, _ in blocks:  # the oldest first
+            self._pool.release([block])
 
     def moved(self, stored: bool, medium: str, keys: Iterable[bytes]) -> None:
         """A tier gained or lost keys."""
