@@ -530,6 +530,49 @@ def test_a_disk_that_does_not_answer_fails_at_once_for_all_others(folder: Path, 
     store.close()
 
 
+def test_a_disk_that_hangs_at_the_opening_does_not_hang_its_owner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may, real = threading.Event(), Folder.__init__
+
+    def hang(self: Folder, *args: Any) -> None:
+        assert may.wait(WITHIN_S)
+        real(self, *args)
+
+    monkeypatch.setattr(Folder, "__init__", hang)
+    monkeypatch.setattr(disk_store, "OPENING_S", 0.05)
+    store = opened(folder)
+    for call in (lambda: put(store, 1), lambda: get(store, 1)):
+        with pytest.raises(StoreFailed, match=f"{folder}: it is being opened"):
+            call()
+    may.set()
+    monkeypatch.setattr(disk_store, "OPENING_S", WITHIN_S)
+    deadline = time.monotonic() + WITHIN_S
+    while store._opening.locked() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert put(store, 1) == [] and get(store, 1) == [True]
+    store.close()
+
+
+def test_a_store_that_is_closed_before_it_is_open_gives_the_folder_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may, real = threading.Event(), Folder.__init__
+
+    def hang(self: Folder, *args: Any) -> None:
+        assert may.wait(WITHIN_S)
+        real(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "__init__", hang)
+        patch.setattr(disk_store, "OPENING_S", 0.05)
+        store = opened(folder)
+        store.close()
+        may.set()
+        deadline = time.monotonic() + WITHIN_S
+        while store._opening.locked() and time.monotonic() < deadline:
+            time.sleep(0.002)
+    again = opened(folder)
+    assert put(again, 1) == []
+    again.close()
+
+
 def test_a_slow_write_fails_and_nothing_of_it_is_held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, real = [0.0], Files.write
     store = opened(folder, clock=lambda: now[0])
