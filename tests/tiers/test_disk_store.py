@@ -116,8 +116,8 @@ def test_a_log_that_is_cut_anywhere_is_a_shorter_log(folder: Path, tmp_path: Pat
         again = opened(copy)
         assert again.keys() == [key(n) for n in range(length // RECORD.size)]
         put(again, 9)
+        third = opened(dead(again, tmp_path / f"{length} again"))
         again.close()
-        third = opened(copy)
         assert held(third, ALL) == [*range(length // RECORD.size), 9] and all(get(third, *held(third, ALL)))
         third.close()
     store.close()
@@ -361,6 +361,20 @@ def test_a_folder_that_vanishes_fails_at_once_and_comes_back_with_its_units(fold
     folder.unlink()
     (tmp_path / "away").rename(folder)
     assert put(store, 3) == [] and get(store, 1, 2, 3) == [True] * 3
+    store.close()
+
+
+def test_another_folder_in_its_place_is_not_taken_for_it(folder: Path, tmp_path: Path) -> None:
+    other = opened(tmp_path / "other")
+    put(other, 7)
+    other.close()
+    store = opened(folder)
+    put(store, 1)
+    folder.rename(tmp_path / "away")
+    (tmp_path / "other").rename(folder)
+    with pytest.raises(StoreFailed, match=rf"{folder}: another folder is in its place"):
+        put(store, 2)
+    assert get(store, 1, 7) == [False, True] and store.keys() == [key(7)]
     store.close()
 
 
