@@ -59,7 +59,6 @@ class Files:
             with self._buffer() as rows:
                 for row, i in zip(rows, run.members, strict=False):
                     row[: self._shape.unit_bytes] = np.frombuffer(data[i], np.uint8)
-                    row[self._shape.unit_bytes :] = 0
                 length = len(run.members) * size
                 if os.pwrite(fd, rows.reshape(-1).data[:length], run.first * size) != length:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

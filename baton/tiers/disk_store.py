@@ -27,6 +27,7 @@ from baton.tiers.store import StoreFailed, Unit, Wanted
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 5.0  # the longest call of a disk that is worth asking
+OPENING_S = 15.0  # the longest that a caller waits for a folder to be opened
 
 
 @dataclass(eq=False)
@@ -236,14 +237,30 @@ class DiskStore:
                         del self._undropped[entry.key]
 
     def _open(self) -> None:
-        """Opens a session. Raises ValueError for what is refused, OSError for what the disk refuses."""
+        """Opens a session, in a thread: a disk that hangs must not hang the process that starts. Raises ValueError for what is refused,
+        OSError for what the disk refuses."""
         if not self._opening.acquire(blocking=False):
             raise OSError(errno.EBUSY, "it is being opened")
+        failed: list[OSError | ValueError] = []
+        thread = threading.Thread(target=self._open_there, args=(failed,), name="disk-opening", daemon=True)
+        thread.start()
+        thread.join(OPENING_S)
+        if thread.is_alive():
+            raise OSError(errno.ETIMEDOUT, f"the disk has not answered for {OPENING_S:.0f} s")
+        if failed:
+            raise failed[0]
+
+    def _open_there(self, failed: list[OSError | ValueError]) -> None:
         try:
-            if self._session is None:
-                self._session = self._new_session()
-                self._slots = self._session.slots
-                self._device = self._session.folder.device
+            if self._session is not None:  # another call was first
+                return
+            session = self._new_session()
+            with self._lock:
+                self._session, self._slots, self._device = session, session.slots, session.folder.device
+            if self._closed:
+                self._end(session)
+        except (OSError, ValueError) as error:
+            failed.append(error)
         finally:
             self._opening.release()
 

@@ -1,18 +1,21 @@
 """Stores of small units for the suite that every store passes, and a way to damage what one of them keeps."""
 
 import random
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
+from s3_server import bucket
 from xxhash import xxh3_128_digest
 
 from baton.tiers.disk_folder import padded, units_name
 from baton.tiers.disk_store import DiskStore
 from baton.tiers.kind import Kind
 from baton.tiers.memory_store import MemoryStore
+from baton.tiers.object_store import ObjectStore
 from baton.tiers.sealed_store import SEAL_BYTES, SealedStore
 from baton.tiers.store import Store, Unit, Wanted
 
@@ -98,7 +101,44 @@ def sealed() -> Iterator[Bench]:
     yield SealedBench()
 
 
-BENCHES = {"memory": memory, "disk": disk, "sealed": sealed}
+class ObjectBench:
+    exact = True
+
+    def __init__(self, url: str, options: Mapping[str, str] | None = None) -> None:
+        self.store = ObjectStore(url, KIND, CAPACITY, options)
+
+    def damage(self, key: bytes) -> None:
+        name = f"units/{key.hex()}"
+        data = bytearray(self.store._objects.read(name) or b"")
+        data[UNIT // 2] ^= 1
+        self.store._objects.write(name, bytes(data))
+
+
+@contextmanager
+def objects_in_memory() -> Iterator[Bench]:
+    yield ObjectBench(f"memory://{uuid.uuid4().hex}/kv")
+
+
+@contextmanager
+def objects_in_files() -> Iterator[Bench]:
+    with TemporaryDirectory() as folder:
+        yield ObjectBench(f"file://{folder}/kv")
+
+
+@contextmanager
+def objects_in_a_bucket() -> Iterator[Bench]:
+    with bucket() as (url, endpoint):
+        yield ObjectBench(url, {"endpoint_url": endpoint})
+
+
+BENCHES = {
+    "memory": memory,
+    "disk": disk,
+    "sealed": sealed,
+    "objects in memory": objects_in_memory,
+    "objects in files": objects_in_files,
+    "objects in a bucket": objects_in_a_bucket,
+}
 
 
 def key(number: int) -> bytes:
