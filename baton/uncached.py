@@ -3,7 +3,7 @@
 from typing import Final, Literal, get_args
 
 Cause = Literal[
-    "off", "scored", "computing", "unfetched", "stale", "failed", "unusable", "busy", "dearer", "unlent",
+    "off", "scored", "computing", "unfetched", "unloaded", "stale", "failed", "unusable", "busy", "dearer", "unlent",
     "evicted", "restarted", "changed", "grown", "salt", "new", "partial",
 ]  # fmt: skip
 UNCACHED: Final[dict[Cause, str]] = {  # docs/architecture.md says the same, which a test checks
@@ -11,6 +11,7 @@ UNCACHED: Final[dict[Cause, str]] = {  # docs/architecture.md says the same, whi
     "scored": "prompt_logprobs: the whole prompt is computed",
     "computing": "another request was still computing them",
     "unfetched": "they could not be fetched from the worker that holds them",
+    "unloaded": "the worker did not load them from its tiers",
     "stale": "the worker no longer held what the router thought",
     "failed": "the worker that holds them had failed this request",
     "unusable": "the worker that holds them drains, hangs or is put aside",

@@ -32,7 +32,7 @@ class Choosing:
         self._config = config
         self._conduct = conduct
         self._clock = clock
-        self._terms = Terms(bypass_tokens=config.bypass_tokens, fetch_tokens=config.fetch_tokens, max_queue=max_queue)
+        self._terms = Terms(config.bypass_tokens, config.fetch_tokens, config.load_tokens, max_queue=max_queue)
         self._turns = Turnstile(CHOSEN_A_TURN)
         self._room = WaitingRoom()
         self._ranks = itertools.count()

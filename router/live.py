@@ -273,6 +273,7 @@ def _worker(record: WorkerRecord, state: str, requests: Counter[str], silent: fl
         "name": record.name, "role": record.role, "state": state, "incarnation": record.incarnation, "kv_blocks": record.kv_blocks,
         "transport": record.transport, **asdict(record.load), "blocks_in_use": max(0, record.kv_blocks - record.load.free_blocks),
         "requests": dict(requests), "silent": silent, "restarting": restarting, "gpus": [asdict(gpu) for gpu in record.gpus],
+        "tiers": [asdict(tier) for tier in record.tiers],
         "speculation": record.speculation[0] if record.speculation else "",
     }  # fmt: skip
 

@@ -8,10 +8,12 @@
                      both.
                      Saturated while no decode worker can take the sequence: a prompt computed now would have nowhere to go.
                      Blocks that another worker caches can be fetched from it, the `source`, if it lends them. A fetch costs as much as
-                     `fetch_tokens` tokens, so it is used if it saves more.
+                     `fetch_tokens` tokens, so it is used if it saves more. In the same way, loading what a worker keeps in its own tiers
+                     costs `load_tokens`.
     choose_decode    among the decode workers with enough credit for the sequence, the one with the lowest
                      cost = tokens it has promised to hold + uncached prompt tokens that wait there
-                            - `overlap_weight` times the tokens of this sequence that it caches.
+                            - `overlap_weight` times the tokens of this sequence that it caches (or can load, less `load_tokens`, where
+                              no prefill worker computes the prompt).
                      If none has enough credit, the one with the most: the request queues there. Workers with `max_queue` waiting
                      requests are left out; if that leaves none, Saturated.
                      Ties: more credit (lower cost if the request queues), then the request's `tie`.
@@ -52,6 +54,7 @@ class Terms:
 
     bypass_tokens: int = 32  # uncached prompt tokens that a decode worker computes itself
     fetch_tokens: int = 128  # tokens that a prefill worker could compute in the time of a fetch; 0: nothing is fetched
+    load_tokens: int = 64  # tokens that a worker could compute while it loads from its tiers; 0: these do not count
     overlap_weight: float = 1.0  # a token that need not be fetched or computed outweighs this many tokens of load
     max_queue: int = 256  # requests that may wait in one worker; `engine.max_queue` of the configuration
 
@@ -65,6 +68,14 @@ class Cached:
 
     worker: str
     blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Leading blocks that each worker is thought to hold."""
+
+    device: Mapping[str, int]
+    anywhere: Mapping[str, int]  # in its pool or its tiers; empty: these do not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +119,8 @@ def choose_prefill(
     """Returns NoWorker only if there is no decode worker at all. An excluded one counts: it may be back by the time of the decode."""
     if not model.decode_workers():
         return NoWorker()
-    overlaps = model.index.overlap(keys, now)
-    decoder = _choose_decode(model, overlaps, longest, exclude, terms, tie)
+    held = _held(model, keys, now, terms)
+    decoder = _choose_decode(model, held, longest, exclude, terms, tie)
     if isinstance(decoder, Saturated) or (decoder is not None and not _takes(model, decoder, longest)):
         return Saturated()
     workers = [worker for worker in model.prefill_workers() if _identity(worker) not in exclude]
@@ -119,12 +130,13 @@ def choose_prefill(
         missing = prompt_tokens - decoder.overlap * model.members.record(decoder.name).block_size
         if missing <= terms.bypass_tokens:
             return Bypass("cached" if prompt_tokens > terms.bypass_tokens else "short")
-    most = _most_cached(model, overlaps, exclude, tie) if terms.fetch_tokens else None
-    choices = [_prefill_choice(model, worker, overlaps, prompt_tokens, most, terms.fetch_tokens, now) for worker in workers]
-    best = _lowest(choices, lambda c: (c.cost, model.members.prefill_tokens(c.worker, now), c.source is not None), tie)
+    most = _most_cached(model, held.device, exclude, tie) if terms.fetch_tokens else None
+    waiting = {worker.name: model.members.prefill_tokens(worker.name, now) for worker in workers}
+    choices = [_prefill_choice(worker, held, waiting[worker.name], prompt_tokens, most, terms) for worker in workers]
+    best = _lowest(choices, lambda c: (c.cost, waiting[c.worker], c.source is not None), tie)
     if decoder is not None and best.worker == decoder.name:
         return Bypass("same worker")  # it serves both roles
-    return replace(best, most=_holding_most(overlaps))
+    return replace(best, most=_holding_most(held))
 
 
 def choose_decode(
@@ -137,11 +149,11 @@ def choose_decode(
     tie: int = 0,
 ) -> Choice | Saturated | None:
     """Returns None if every decode worker has failed this request."""
-    overlaps = model.index.overlap(keys, now)
-    best = _choose_decode(model, overlaps, longest, exclude, terms, tie)
+    held = _held(model, keys, now, terms)
+    best = _choose_decode(model, held, longest, exclude, terms, tie)
     if isinstance(best, _Candidate):
         reason = "fits" if best.credit >= longest else "queues"
-        return Choice(best.name, best.overlap, best.cost, reason, most=_holding_most(overlaps))
+        return Choice(best.name, best.overlap, best.cost, reason, most=_holding_most(held))
     return best
 
 
@@ -153,11 +165,12 @@ def places(model: ServedModel) -> int | None:
     return sum(worker.max_num_seqs for worker in decoders) + sum(-(-worker.max_num_seqs // AHEAD) for worker in (*decoders, *prefillers))
 
 
-def _holding_most(overlaps: Mapping[str, int]) -> Cached | None:
-    if not overlaps:
+def _holding_most(held: Held) -> Cached | None:
+    blocks = held.anywhere or held.device
+    if not blocks:
         return None
-    name = max(overlaps, key=lambda worker: (overlaps[worker], worker))
-    return Cached(name, overlaps[name])
+    name = max(blocks, key=lambda worker: (blocks[worker], worker))
+    return Cached(name, blocks[name])
 
 
 def _most_cached(model: ServedModel, overlaps: Mapping[str, int], exclude: Collection[Identity], tie: int) -> Cached | None:
@@ -167,21 +180,19 @@ def _most_cached(model: ServedModel, overlaps: Mapping[str, int], exclude: Colle
     return _lowest(cached, lambda c: (-c.blocks,), tie) if cached else None
 
 
-def _prefill_choice(
-    model: ServedModel,
-    worker: WorkerRecord,
-    overlaps: Mapping[str, int],
-    prompt_tokens: int,
-    most: Cached | None,
-    fetch_tokens: int,
-    now: float,
-) -> Choice:
-    overlap, waiting = overlaps.get(worker.name, 0), model.members.prefill_tokens(worker.name, now)
-    if most is not None and (most.blocks - overlap) * worker.block_size > fetch_tokens:
-        cost = waiting + fetch_tokens + max(0, prompt_tokens - most.blocks * worker.block_size)
-        return Choice(worker.name, most.blocks, cost, "fetched prefix", most)
-    cost = waiting + max(0, prompt_tokens - overlap * worker.block_size)
-    return Choice(worker.name, overlap, cost, "cached prefix" if overlap else "least work")
+def _held(model: ServedModel, keys: Sequence[bytes], now: float, terms: Terms) -> Held:
+    return Held(model.index.overlap(keys, now), model.index.reach(keys) if terms.load_tokens else {})
+
+
+def _prefill_choice(worker: WorkerRecord, held: Held, waiting: float, prompt_tokens: int, most: Cached | None, terms: Terms) -> Choice:
+    """The cheapest of computing, loading and fetching."""
+    overlap, size = held.device.get(worker.name, 0), worker.block_size
+    blocks, more, reason, source = overlap, 0, "cached prefix" if overlap else "least work", None
+    if (reach := held.anywhere.get(worker.name, 0)) * size - terms.load_tokens > overlap * size:
+        blocks, more, reason = reach, terms.load_tokens, "loaded prefix"
+    if most is not None and most.blocks * size - terms.fetch_tokens > blocks * size - more:
+        blocks, more, reason, source = most.blocks, terms.fetch_tokens, "fetched prefix", most
+    return Choice(worker.name, blocks, waiting + more + max(0, prompt_tokens - blocks * size), reason, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +204,14 @@ class _Candidate:
 
 
 def _choose_decode(
-    model: ServedModel, overlaps: Mapping[str, int], longest: int, exclude: Collection[Identity], terms: Terms, tie: int
+    model: ServedModel, held: Held, longest: int, exclude: Collection[Identity], terms: Terms, tie: int
 ) -> _Candidate | Saturated | None:
     workers = [worker for worker in model.decode_workers() if _identity(worker) not in exclude]
     if not workers:
         return None
-    open_ = [_candidate(model, worker, overlaps, terms.overlap_weight) for worker in workers if worker.load.waiting < terms.max_queue]
+    if model.prefill_workers():
+        held = Held(held.device, {})  # who decodes gets the KV of the prompt: it loads nothing
+    open_ = [_candidate(model, worker, held, terms) for worker in workers if worker.load.waiting < terms.max_queue]
     if not open_:
         return Saturated()
     fitting = [c for c in open_ if c.credit >= longest]
@@ -221,12 +234,12 @@ def _takes(model: ServedModel, candidate: _Candidate, longest: int) -> bool:
     return candidate.credit >= longest or not crowded
 
 
-def _candidate(model: ServedModel, worker: WorkerRecord, overlaps: Mapping[str, int], overlap_weight: float) -> _Candidate:
-    overlap = overlaps.get(worker.name, 0)
+def _candidate(model: ServedModel, worker: WorkerRecord, held: Held, terms: Terms) -> _Candidate:
+    overlap, size = held.device.get(worker.name, 0), worker.block_size
+    known = max(overlap * size, held.anywhere.get(worker.name, 0) * size - terms.load_tokens)
     credit = worker.load.credit_tokens - model.members.unreported_decode_tokens(worker.name)
-    promised = worker.kv_blocks * worker.block_size - credit
-    cost = promised + worker.load.waiting_tokens - overlap_weight * overlap * worker.block_size
-    return _Candidate(worker.name, overlap, cost, credit)
+    promised = worker.kv_blocks * size - credit
+    return _Candidate(worker.name, overlap, promised + worker.load.waiting_tokens - terms.overlap_weight * known, credit)
 
 
 def _identity(worker: WorkerRecord) -> Identity:

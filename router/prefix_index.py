@@ -9,8 +9,8 @@ early waits in `ahead` until the events before it, or a snapshot, have arrived.
 The index is one table from key to a mask of workers, so `overlap` walks the keys of a prompt once, however many workers there are. It is
 cut into TABLES by the first byte of the key (keys are digests), because Python copies a whole dict when it grows.
 
-A worker may hold a key in several media (`MEDIA`), each of which has a bit of its own. Predictions are of the device, and `overlap` counts
-one medium.
+A worker may hold a key in several media (`MEDIA`), each of which has a bit of its own. Predictions are of the device. `overlap` counts one
+medium, and `reach` all of them.
 
 No call does work for all entries of a worker. A worker that leaves or begins again gives up its bit of the masks, which then counts for
 nobody; `sweep` removes it later, a few tables at a time, and only then is the bit used again. A snapshot is filled in parts under a new
@@ -59,6 +59,11 @@ class _Holdings:
         return self.media[DEVICE]
 
     @property
+    def cold(self) -> int:
+        """The bits of the other media."""
+        return sum(1 << kept.slot for medium, kept in self.media.items() if medium != DEVICE)
+
+    @property
     def size(self) -> int:
         return sum(kept.size for kept in self.media.values())
 
@@ -80,7 +85,8 @@ class PrefixIndex:
         self._shared: dict[int, int] = {}  # equal masks as one object: less memory, and `overlap` sees at once that nothing changes
         self._names: list[str] = []  # by slot
         self._free: list[int] = []  # slots whose bits are in no table
-        self._live = 0  # the bits of the workers
+        self._live = 0  # the bits of the workers' devices
+        self._cold = 0  # those of their other media
         self._retired = 0  # bits that are to be swept
         self._sweeping = 0  # those that this round sweeps
         self._unswept: list[int] = []  # tables that this round has not come to
@@ -99,6 +105,7 @@ class PrefixIndex:
     def forget(self, worker: str) -> None:
         if held := self._workers.pop(worker, None):
             self._live &= ~(1 << held.device.slot)
+            self._cold &= ~held.cold
             self.entries -= held.size
             held.predicted = {}
             for kept in held.media.values():
@@ -193,6 +200,26 @@ class PrefixIndex:
             self._note(found, alive, count)
         return found
 
+    def reach(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """How many leading `keys` each worker holds, each in whichever medium. Empty if nobody has more than a device. To be called after
+        `overlap`, which drops predictions that have expired."""
+        found: dict[str, int] = {}
+        before: int | None = None
+        count, alive = 0, self._live if self._cold else 0
+        for key in keys if alive else ():
+            mask = self._tables[key[0]].get(key, 0)
+            if mask is not before:
+                before, kept = mask, alive & (mask | self._homes(mask & self._cold))
+                if count:
+                    self._note(found, alive & ~kept, count)
+                alive = kept
+                if not alive:
+                    return found
+            count += 1
+        if count:
+            self._note(found, alive, count)
+        return found
+
     def sweep(self, most: int) -> None:
         """Removes the bits that belong to nobody from about `most` entries. It sweeps whole tables; later calls pay for the excess."""
         self._credit += most
@@ -217,6 +244,15 @@ class PrefixIndex:
 
     def _bits(self, medium: str) -> int:
         return sum(1 << held.media[medium].slot for held in self._workers.values() if medium in held.media)
+
+    def _homes(self, mask: int) -> int:
+        """The bits of the devices of those workers whose other media have these bits."""
+        homes = 0
+        while mask:
+            bit = mask & -mask
+            homes |= 1 << self._workers[self._names[bit.bit_length() - 1]].device.slot
+            mask ^= bit
+        return homes
 
     def _take_slot(self, worker: str) -> int:
         if self._free:
@@ -269,6 +305,7 @@ class PrefixIndex:
             kept = held.media.get(event.medium)
             if kept is None:
                 kept = held.media[event.medium] = _Kept(self._take_slot(event.worker))
+                self._cold |= 1 << kept.slot
             predicted = held.predicted if event.medium == DEVICE else {}
             if event.kind == "stored":
                 self._store(kept, event.keys, predicted)
@@ -356,7 +393,9 @@ class Filling:
             else:
                 index._set(key, device)
         index._live = index._live & ~(1 << held.device.slot) | bit
+        index._cold &= ~held.cold
         self._media, held.media = held.media, self._media
+        index._cold |= held.cold
         self.drop()
         held.last = self._sequence
         held.newest = max(held.newest or 0, self._sequence)

@@ -177,20 +177,23 @@ def seek(
     broken: Cause = "stale"
     if found.source is not None:
         broken = "unfetched"
+    elif found.reason == "loaded prefix":
+        broken = "unloaded"
     elif promised and model.index.is_predicted(found.worker, keys[promised - 1]):
         broken = "computing"
     if reachable == promised:
         return Sought(identity, promised, reachable, broken)
     gain = (reachable - promised) * record.block_size
-    elsewhere = _why_elsewhere(model, most.worker, bypass, failed, gain <= fetch_tokens or not fetch_tokens)
+    dearer = gain <= fetch_tokens or not fetch_tokens or most.worker == found.worker  # in its own tiers
+    elsewhere = _why_elsewhere(model, most.worker, found.worker, bypass, failed, dearer)
     return Sought(identity, promised, reachable, broken, elsewhere, most.worker)
 
 
-def _why_elsewhere(model: ServedModel, holder: str, bypass: bool, failed: Collection[Identity], dearer: bool) -> Cause:
+def _why_elsewhere(model: ServedModel, holder: str, chosen: str, bypass: bool, failed: Collection[Identity], dearer: bool) -> Cause:
     if any(name == holder for name, _ in failed):
         return "failed"
     peers = model.decode_workers() if bypass else model.prefill_workers()
-    if any(record.name == holder for record in peers):
+    if any(record.name == holder for record in peers) and holder != chosen:
         return "busy"
     if all(record.name != holder for record in (*model.prefill_workers(), *model.decode_workers())):
         return "unusable"

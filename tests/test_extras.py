@@ -10,7 +10,7 @@ from resolver import resolve
 
 ROOT = Path(__file__).parents[1]
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-TOGETHER = ("serve", "events", "gguf", "gpu", "hub", "k8s", "otel", "s3", "train")
+TOGETHER = ("serve", "events", "gguf", "gpu", "hub", "k8s", "otel", "s3", "tiers", "train")
 APART = ("vllm",)  # it asks for versions of its own
 BY_CI = ("dev",)  # `make test` installs it
 TEXTS = (".py", ".md", ".yaml", ".toml", ".tpl", ".txt", ".html", ".js", "Dockerfile", "Makefile")

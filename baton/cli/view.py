@@ -165,7 +165,18 @@ def status(cluster: dict[str, Any]) -> Group:
     endpoints = Text("  ".join(f"{name} {address}" for name, address in cluster["endpoints"].items()), style="dim")
     routers = _routers(cluster["routers"]) if len(cluster["routers"]) > 1 else endpoints
     reasons = [Text(f"{worker['name']}: {worker['error']}", style="red") for worker in cluster["workers"] if worker.get("error")]
-    return Group(head, routers, table, *reasons, *(_start(start) for start in cluster["starts"]))
+    tiers = [_tier(worker["name"], tier) for worker in cluster["workers"] for tier in worker["tiers"]]
+    return Group(head, routers, table, *tiers, *reasons, *(_start(start) for start in cluster["starts"]))
+
+
+def _tier(worker: str, tier: dict[str, Any]) -> Text:
+    """What of its KV that left the pool a worker still has, and whether that pays."""
+    told = f"{worker} {tier['medium']}: {tier['blocks']}/{tier['capacity']} blocks, {tier['hits']} of {tier['reads']} came back"
+    if tier["state"] != "on":
+        return Text.assemble(f"{told} · ", (f"{tier['state']}: {tier['why']}" if tier["why"] else tier["state"], "red"))
+    gain = tier["saved_s"] - tier["spent_s"]
+    worth = f"saved {tier['saved_s']:.1f} s and cost {tier['spent_s']:.1f} s in ten minutes"
+    return Text.assemble(f"{told} · ", (worth, "green" if gain >= 0 else "yellow"))
 
 
 def _serves(worker: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from baton.cluster import redis_url
-from baton.cluster.config_engine import KvConfig
+from baton.cluster.config_engine import KvConfig, TiersConfig
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.engine.options import EngineOptions, ModelOptions
 from baton.section import Section
@@ -269,6 +269,7 @@ class Config(Section):
     model: ModelOptions = Field(default=ModelOptions(), description="The model that is served.")
     engine: EngineOptions = Field(default=EngineOptions(), description="The engine inside each worker.")
     kv: KvConfig = Field(default=KvConfig(), description="How KV moves between workers.")
+    tiers: TiersConfig = Field(default=TiersConfig(), description="Where KV is kept that has left the pools.")
     router: RouterConfig = Field(default=RouterConfig(), description="The router: its doors, admission and routing.")
     prefill: PoolConfig = Field(default=PoolConfig(), description="The prefill pool. With replicas 0 the cluster is colocated.")
     decode: DecodePoolConfig = Field(default=DecodePoolConfig(), description="The decode pool.")

@@ -1,4 +1,5 @@
-"""The section of the configuration that says how KV moves. Those of the model and of the engine are in `baton.engine.options`."""
+"""The sections of the configuration that say how KV moves and where it is kept. Those of the model and of the engine are in
+`baton.engine.options`."""
 
 from typing import Literal, Self
 
@@ -69,3 +70,47 @@ class KvConfig(Section):
         if self.reap_interval_s >= self.lease_ttl_s:
             raise ValueError(f"reap_interval_s ({self.reap_interval_s:g}) must be less than lease_ttl_s ({self.lease_ttl_s:g})")
         return self
+
+
+class TiersConfig(Section):
+    memory_mib: int | None = Field(
+        default=None, ge=1, description="Host memory of each worker for KV that has left its pool, MiB. Not set: none is kept there."
+    )
+    disk: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder on a local disk for KV that has left the pool, or the memory above it; each worker uses a folder of its name in"
+        " it. Not set: none is kept there.",
+    )
+    disk_mib: int | None = Field(default=None, ge=1, description="Room that each worker may take on the disk, MiB; needed with disk.")
+    save: Literal["evicted", "at_once"] = Field(
+        default="evicted",
+        description="When a block is copied to a tier. evicted: shortly before its room in the pool is needed; at_once: when it is full, so"
+        " that a restart loses none.",
+    )
+    save_mib_per_s: float | None = Field(
+        default=None, gt=0, le=1_000_000, description="The most that a worker writes to one tier, MiB/s. Not set: as fast as it goes."
+    )
+    wait_s: float = Field(
+        default=1.0,
+        gt=0,
+        le=60,
+        description="The longest that a prompt waits for its KV to be loaded, seconds; it waits no longer than computing would take.",
+    )
+    key_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File with 64 hexadecimal digits: what is kept on the disk is encrypted with this key. Not set: it is not encrypted.",
+    )
+
+    @model_validator(mode="after")
+    def _rooms(self) -> Self:
+        if (self.disk is None) != (self.disk_mib is None):
+            raise ValueError("disk and disk_mib go together: set both or neither")
+        if self.key_file is not None and self.disk is None:
+            raise ValueError("key_file needs disk")
+        return self
+
+    @property
+    def any(self) -> bool:
+        return self.memory_mib is not None or self.disk is not None

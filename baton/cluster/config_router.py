@@ -132,6 +132,12 @@ class RouterConfig(Section):
         ge=0,
         description="A prefill worker fetches a cached prefix from another worker if that saves more tokens than this. 0: never.",
     )
+    load_tokens: int = Field(
+        default=64,
+        ge=0,
+        description="A prefix that a worker keeps in its tiers counts as cached there if that saves more tokens than this, and costs as"
+        " much. 0: tiers do not count.",
+    )
     predict_ttl_s: float = Field(
         default=2.0,
         ge=0,

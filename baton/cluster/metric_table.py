@@ -15,6 +15,7 @@ from typing import Literal, get_args
 from baton.cluster import gpu_watch
 from baton.cluster.errors import Reason
 from baton.cluster.handoff import COUNTED
+from baton.engine.core.block_key import MEDIA
 from baton.engine.options import EngineOptions
 from baton.stages import PREFILL_PARTS, STAGES
 from baton.uncached import UNCACHED
@@ -39,6 +40,7 @@ OBJECTIVES = ("ttft", "tpot", "e2e")
 DOORS = ("grpc", "http")
 METHODS = (*(name for name in get_args(EngineOptions.model_fields["speculation"].annotation) if name != "none"), "prediction")
 POSITIONS = tuple(str(place) for place in range(1, 17))
+TIERS = MEDIA[1:]
 EJECTIONS = ("errors", "digests", "pace")
 CAUSES = ("queue", *PREFILL_PARTS, "prefill", "transfer", "decode", "error")
 
@@ -155,7 +157,7 @@ TABLE: tuple[Metric, ...] = (
     # Decisions
     Metric(
         "baton_router_choices_total", "counter", "choices", ROUTER, "Choices of a worker, by the reason for the choice.",
-        {"role": WORKERS, "reason": ("cached prefix", "fetched prefix", "least work", "fits", "queues")},
+        {"role": WORKERS, "reason": ("cached prefix", "loaded prefix", "fetched prefix", "least work", "fits", "queues")},
     ),
     Metric(
         "baton_router_bypasses_total", "counter", "requests", ROUTER,
@@ -270,6 +272,28 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric("baton_kv_quarantined_blocks", "gauge", "blocks", WORKERS, "Blocks held back: an abandoned read may still write into them."),
     Metric("baton_kv_link_rate_bytes", "gauge", "bytes", WORKERS, "Bytes/s of the slowest link, as probed.", {"transport": TRANSPORTS}),
+    # KV that has left the pool, in each tier
+    Metric("baton_tier_blocks", "gauge", "blocks", WORKERS, "Blocks that a tier holds.", {"medium": TIERS}),
+    Metric("baton_tier_on", "gauge", "1", WORKERS, "0: the tier has failed, or rests because it did not pay.", {"medium": TIERS}),
+    Metric(
+        "baton_tier_gain_seconds", "gauge", "seconds", WORKERS,
+        "Computing that a tier saved in the last ten minutes, less the time that it cost; below 0 it does not pay.", {"medium": TIERS},
+    ),
+    Metric("baton_tier_reads_total", "counter", "blocks", WORKERS, "Blocks that a tier was asked for.", {"medium": TIERS}),
+    Metric("baton_tier_hits_total", "counter", "blocks", WORKERS, "Blocks that a tier brought, verified.", {"medium": TIERS}),
+    Metric("baton_tier_read_bytes_total", "counter", "bytes", WORKERS, "Bytes of KV that a tier brought.", {"medium": TIERS}),
+    Metric("baton_tier_written_bytes_total", "counter", "bytes", WORKERS, "Bytes of KV that a tier was given.", {"medium": TIERS}),
+    Metric(
+        "baton_tier_unwritten_total", "counter", "blocks", WORKERS, "Blocks that a tier did not take: too many waited to be written.",
+        {"medium": TIERS},
+    ),
+    Metric(
+        "baton_tier_saved_seconds_total", "counter", "seconds", WORKERS, "Computing that the blocks of a tier saved.", {"medium": TIERS}
+    ),
+    Metric(
+        "baton_tier_spent_seconds_total", "counter", "seconds", WORKERS,
+        "What a tier cost: processor time of writing, and the time of reading.", {"medium": TIERS},
+    ),
     # Leases, where the KV is
     Metric("baton_leases_held", "gauge", "leases", WORKERS, "Leases that are alive now."),
     Metric(

@@ -50,6 +50,21 @@ class GpuRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class TierRecord:
+    """A place for KV that has left a worker's pool."""
+
+    medium: str  # one of MEDIA
+    state: str  # on, failed, probing, resting, closed
+    why: str = ""  # it is not on
+    blocks: Count = 0
+    capacity: Count = 0
+    reads: Count = 0  # blocks that it was asked for, since the start
+    hits: Count = 0  # part of them: it brought
+    saved_s: float = 0.0  # of computing, in the last ten minutes
+    spent_s: float = 0.0  # what it cost in these; if that is more, it does not pay
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerRecord:
     """A worker that has joined. It expires unless refreshed."""
 
@@ -76,6 +91,7 @@ class WorkerRecord:
     speculation: tuple[str, ...] = ()  # methods of guessing that its engine has, the one in force first (`Offer`); empty: none
     speculation_tokens: Count = 0  # guesses in one step, at most
     forks: bool = False  # whether a decode call may begin others; an older worker would not answer them
+    tiers: tuple[TierRecord, ...] = ()  # the nearest first
     lends: bool = True  # whether peers can borrow blocks that it caches; true also if unknown, for the worker itself can refuse
 
     def serves(self, role: RoleName) -> bool:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from baton.engine.build import Built, build, check
+from baton.engine.build import BuildError, Built, build, check
+from baton.engine.core.colder import Tiers
 from baton.engine.core.contract import Listener, ServingEngine
 from baton.engine.core.loop import EngineLoop
 from baton.engine.core.progress import Progress, Step, ignore, told_to
@@ -15,16 +16,20 @@ from baton.engine.options import Options
 T = TypeVar("T")
 
 
-async def start_engine(options: Options, listener: Listener, progress: Progress = ignore) -> ServingEngine:
-    """Raises CheckpointError, BuildError or OSError, each naming what is wrong."""
+async def start_engine(options: Options, listener: Listener, progress: Progress = ignore, tiers: Tiers | None = None) -> ServingEngine:
+    """`tiers`: colder places for KV; the caller closes them before the engine. Raises CheckpointError, BuildError or OSError, each naming
+    what is wrong."""
     check(options)
+    engine = options.engine
+    if tiers is not None and not (engine.kind == "baton" and engine.device == "cpu" and engine.prefix_caching):
+        raise BuildError("tiers.memory_mib and tiers.disk need engine.kind baton, engine.device cpu and engine.prefix_caching")
     if options.engine.kind == "vllm":
         progress(Step("starting vLLM"))
         from baton.engine.vllm.engine import VllmEngine  # the others start without it
 
-        engine = VllmEngine(options, listener)
-        await engine.start()
-        return engine
+        vllm = VllmEngine(options, listener)
+        await vllm.start()
+        return vllm
 
     def told() -> Built:
         with told_to(progress):
@@ -35,6 +40,12 @@ async def start_engine(options: Options, listener: Listener, progress: Progress 
     runner = built.engine.runner
     grammars = GrammarStore(options.path, runner.vocab_size, runner.eos_token_ids)
     loop = EngineLoop(built.engine, listener, built.tokenizer_fingerprint, grammars)
+    if tiers is not None:
+        progress(Step("opening tiers"))
+        try:
+            await asyncio.to_thread(loop.attach, tiers)
+        except ValueError as error:
+            raise BuildError(str(error)) from None
     loop.start()
     return loop
 

@@ -204,8 +204,9 @@ class ModelledWorkers:
         return Answer("ready", await here.load(), (worker.role,), 0.0, here.prompts.besides(self._asker))
 
     async def snapshot(self, worker: WorkerRecord) -> AsyncGenerator[CachePage, None]:
-        sequence, keys = await self._workers[worker.name].engine.snapshot()
-        yield CachePage(worker.incarnation, sequence, keys)
+        sequence, held = await self._workers[worker.name].engine.snapshot()
+        for medium, keys in held.items():
+            yield CachePage(worker.incarnation, sequence, keys, medium)
 
     def welcome(self, worker: WorkerRecord) -> None: ...
 

@@ -641,7 +641,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., residue: _Optional[_Union[Residue, _Mapping]] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("name", "role", "address", "incarnation", "state", "pid", "host", "model_name", "model_fingerprint", "tokenizer_fingerprint", "block_size", "max_model_len", "kv_blocks", "transport", "load", "metrics", "max_num_seqs", "roles", "eos_token_ids", "lends", "gpus", "speculation", "speculation_tokens", "forks")
+    __slots__ = ("name", "role", "address", "incarnation", "state", "pid", "host", "model_name", "model_fingerprint", "tokenizer_fingerprint", "block_size", "max_model_len", "kv_blocks", "transport", "load", "metrics", "max_num_seqs", "roles", "eos_token_ids", "lends", "gpus", "speculation", "speculation_tokens", "forks", "tiers")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -666,6 +666,7 @@ class WorkerRecord(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FORKS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     address: str
@@ -690,7 +691,30 @@ class WorkerRecord(_message.Message):
     speculation: _containers.RepeatedScalarFieldContainer[str]
     speculation_tokens: int
     forks: bool
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., metrics: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., lends: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., speculation: _Optional[_Iterable[str]] = ..., speculation_tokens: _Optional[int] = ..., forks: _Optional[bool] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[Tier]
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., metrics: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., lends: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., speculation: _Optional[_Iterable[str]] = ..., speculation_tokens: _Optional[int] = ..., forks: _Optional[bool] = ..., tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ...) -> None: ...
+
+class Tier(_message.Message):
+    __slots__ = ("medium", "state", "why", "blocks", "capacity", "reads", "hits", "saved_s", "spent_s")
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_S_FIELD_NUMBER: _ClassVar[int]
+    SPENT_S_FIELD_NUMBER: _ClassVar[int]
+    medium: str
+    state: str
+    why: str
+    blocks: int
+    capacity: int
+    reads: int
+    hits: int
+    saved_s: float
+    spent_s: float
+    def __init__(self, medium: _Optional[str] = ..., state: _Optional[str] = ..., why: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity: _Optional[int] = ..., reads: _Optional[int] = ..., hits: _Optional[int] = ..., saved_s: _Optional[float] = ..., spent_s: _Optional[float] = ...) -> None: ...
 
 class Gpu(_message.Message):
     __slots__ = ("gpu", "name", "memory_used", "memory_total", "busy", "watts", "ecc_corrected", "ecc_uncorrected")
@@ -903,7 +927,7 @@ class LiveRouter(_message.Message):
     def __init__(self, inflight: _Optional[int] = ..., queued: _Optional[int] = ..., registry: _Optional[str] = ..., requests: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[int] = ...) -> None: ...
 
 class LiveWorker(_message.Message):
-    __slots__ = ("name", "role", "state", "incarnation", "kv_blocks", "transport", "running", "waiting", "free_blocks", "credit_tokens", "cached_blocks", "leases", "waiting_tokens", "blocks_in_use", "requests", "silent", "restarting", "gpus", "speculation")
+    __slots__ = ("name", "role", "state", "incarnation", "kv_blocks", "transport", "running", "waiting", "free_blocks", "credit_tokens", "cached_blocks", "leases", "waiting_tokens", "blocks_in_use", "requests", "silent", "restarting", "gpus", "speculation", "tiers")
     class RequestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -930,6 +954,7 @@ class LiveWorker(_message.Message):
     RESTARTING_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     state: str
@@ -949,7 +974,8 @@ class LiveWorker(_message.Message):
     restarting: bool
     gpus: _containers.RepeatedCompositeFieldContainer[Gpu]
     speculation: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., requests: _Optional[_Mapping[str, int]] = ..., silent: _Optional[float] = ..., restarting: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., speculation: _Optional[str] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[Tier]
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., credit_tokens: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leases: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., requests: _Optional[_Mapping[str, int]] = ..., silent: _Optional[float] = ..., restarting: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., speculation: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ...) -> None: ...
 
 class LiveJob(_message.Message):
     __slots__ = ("request_id", "stage", "worker", "prefill_worker", "decode_worker", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "age", "bypass")

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from baton.cluster import log_file
 from baton.cluster.records import Load, RoleName, WorkerRecord, WorkerState
 from baton.cluster.rpc import Answering, Context
-from baton.engine.core.block_key import DEVICE
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker.identity import Identity
 from baton.worker.role import Mounts
@@ -42,7 +41,7 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
         identity: Identity,
         probe: Callable[[str], Awaitable[Probed]],
         describe: Callable[[], Awaitable[WorkerRecord]],
-        snapshot: Callable[[], Awaitable[tuple[int, list[bytes]]]],
+        snapshot: Callable[[], Awaitable[tuple[int, dict[str, list[bytes]]]]],
         residue: Callable[[], Residue],
         set_roles: Callable[[Sequence[str]], Awaitable[Mounts]],
     ) -> None:
@@ -66,10 +65,11 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
     async def Snapshot(self, request: worker_pb2.SnapshotRequest, context: Context) -> AsyncIterator[worker_pb2.SnapshotResponse]:
         async with Answering(context):
             self._identity.check(request.to)
-            sequence, keys = await self._snapshot()
-            for start in range(0, max(1, len(keys)), PAGE_KEYS):
-                page = b"".join(keys[start : start + PAGE_KEYS])
-                yield worker_pb2.SnapshotResponse(incarnation=self._identity.incarnation, sequence=sequence, keys=page, medium=DEVICE)
+            sequence, held = await self._snapshot()
+            for medium, keys in held.items():
+                for start in range(0, max(1, len(keys)), PAGE_KEYS):
+                    page = b"".join(keys[start : start + PAGE_KEYS])
+                    yield worker_pb2.SnapshotResponse(incarnation=self._identity.incarnation, sequence=sequence, keys=page, medium=medium)
 
     async def Describe(self, request: worker_pb2.DescribeRequest, context: Context) -> worker_pb2.DescribeResponse:
         async with Answering(context):

@@ -41,6 +41,7 @@ from baton.engine.machine import quota_cores, usable_cores
 from baton.engine.options import Options
 from baton.engine.start import start_engine
 from baton.v1 import worker_pb2_grpc
+from baton.worker.colder import make_tiers, records
 from baton.worker.door import Probed, Residue, WorkerDoor
 from baton.worker.identity import Identity
 from baton.worker.kv_door import KvExchangeDoor
@@ -130,10 +131,14 @@ class Host:
             os.environ.setdefault(*SLEEP_SOON)  # read when torch is loaded, which is now
         listener = Listener(self._on_step, self._on_cache, self._stop.fail, self._on_batch)
         given = await asyncio.to_thread(options, self.config, self.pool_config.gpus)  # it asks a driver
-        self.engine = engine = await start_engine(given, listener, starting.tell)
+        self._tiers = tiers = make_tiers(self.config.tiers, self.name)
+        self.engine = engine = await start_engine(given, listener, starting.tell, tiers)
+        self._closers.push_async_callback(engine.close)
+        if tiers is not None:
+            self._closers.push_async_callback(asyncio.to_thread, tiers.close)
+            self._meter.tell_tiers(tiers.told)
         self._facts = await engine.look()
         self._meter.tell(lambda: self._facts, engine.traits.num_blocks, engine.pool.layout.block_size)
-        self._closers.push_async_callback(engine.close)
         config, pool = self.config, engine.pool
         self.transport = await asyncio.to_thread(
             make_transport,
@@ -262,6 +267,7 @@ class Host:
             eos_token_ids=tuple(sorted(traits.eos_token_ids)),
             gpus=self._gpus.records(),
             lends=traits.lends,
+            tiers=records(self._tiers),
             speculation=traits.offer.methods,
             speculation_tokens=traits.offer.max_tokens,
             forks=True,

@@ -9,6 +9,7 @@ from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.contract import Facts
 from baton.engine.core.engine import Guessed
+from baton.tiers.tier import Told
 
 
 class Meter:
@@ -49,6 +50,23 @@ class Meter:
         read("baton_kv_blocks", lambda: _blocks(facts()))
         read("baton_kv_usage_ratio", lambda: facts().owned_blocks / num_blocks)
         read("baton_kv_cache_info", lambda: {(str(block_size), str(num_blocks)): 1})
+
+    def tell_tiers(self, tiers: Callable[[], list[Told]]) -> None:
+        """`tiers` returns what each tier says of itself now."""
+
+        def read(name: str, number: Callable[[Told], int | float]) -> None:
+            self._book.read(name, lambda: {tier.medium: number(tier) for tier in tiers()})
+
+        read("baton_tier_blocks", lambda tier: tier.units)
+        read("baton_tier_on", lambda tier: int(tier.state == "on"))
+        read("baton_tier_reads_total", lambda tier: tier.tally.reads)
+        read("baton_tier_hits_total", lambda tier: tier.tally.hits)
+        read("baton_tier_read_bytes_total", lambda tier: tier.tally.read_bytes)
+        read("baton_tier_written_bytes_total", lambda tier: tier.tally.written_bytes)
+        read("baton_tier_unwritten_total", lambda tier: tier.tally.dropped)
+        read("baton_tier_saved_seconds_total", lambda tier: tier.tally.saved_s)
+        read("baton_tier_spent_seconds_total", lambda tier: tier.tally.spent_s)
+        read("baton_tier_gain_seconds", lambda tier: tier.saved_s - tier.spent_s)
 
 
 def _guesses(facts: Facts, number: Callable[[Guessed], int]) -> dict[str | tuple[str, ...], int | float]:

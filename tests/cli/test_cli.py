@@ -32,6 +32,7 @@ from baton.cli.main import CHAT_TEMPERATURE, app
 from baton.cluster.config import Config
 from baton.cluster.config_layers import MASK, keys, load
 from baton.cluster.errors import BatonError, Reason, Violation
+from baton.cluster.records import TierRecord
 from baton.cluster.rpc import to_status
 from baton.engine.core.sampling import NUMBERS
 from baton.launch.state import ClusterState, born
@@ -588,19 +589,25 @@ def test_status_is_readable_at_any_terminal_width(width: int) -> None:
     worker = {
         "name": "decode-0", "role": "decode", "roles": ["prefill", "decode"], "state": "ready", "address": "127.0.0.1:34567",
         "pid": 1234567, "incarnation": 1763790000123456, "kv_blocks": 23456, "transport": "auto", "speculation": ["none"], "load": load,
+        "tiers": [
+            asdict(TierRecord("host", "on", "", 90, 100, 8, 7, 1.25, 0.5)), asdict(TierRecord("disk", "failed", "it is full", 0, 500)),
+        ],
     }  # fmt: skip
     start = {"name": "decode-1", "step": "compiling kernels", "done": 5, "total": 24, "unit": "", "pid": 42, "host": "b"}
     told = shown(width, workers=[worker], starts=[start])
     assert "…" not in told and max(map(len, told.splitlines())) <= width
     for part in ("decode-0", "127.0.0.1:34567", "1234567", "prefill+decode", "12345/23456", "678", "decode-1  starting  compiling kernels"):
         assert part in told, part
+    whole = " ".join(told.split())
+    assert "decode-0 host: 90/100 blocks, 7 of 8 came back · saved 1.2 s and cost 0.5 s in ten minutes" in whole
+    assert "decode-0 disk: 0/500 blocks, 0 of 0 came back · failed: it is full" in whole
     assert told.splitlines()[2].startswith("worker ") == (width >= 120), "a table only where it fits"
 
 
 def test_status_shows_what_a_worker_serves_not_what_it_was_started_for() -> None:
     load = {"running": 0, "waiting": 0, "free_blocks": 1, "cached_blocks": 0, "leases": 0}
     worker = {"name": "w", "role": "prefill", "state": "ready", "address": "a", "pid": 1, "kv_blocks": 1, "transport": "tcp", "load": load}
-    worker["speculation"] = ["prompt_lookup", "prediction"]
+    worker |= {"speculation": ["prompt_lookup", "prediction"], "tiers": []}
     for roles, told in (([], "prefill"), (["decode"], "decode")):
         lines = shown(180, workers=[{**worker, "roles": roles}]).splitlines()
         assert lines[-1].split()[:2] == ["w", told] and ("guesses: prompt_lookup" in lines[0]) == (told == "decode")

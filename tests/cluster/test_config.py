@@ -83,6 +83,10 @@ LEGAL = {
     "slo.ttft_s": "0.5",
     "slo.tpot_s": "0.05",
     "slo.e2e_s": "10",
+    "tiers.memory_mib": "64",
+    "tiers.disk_mib": "64",
+    "tiers.save": "at_once",
+    "tiers.save_mib_per_s": "100",
 }
 
 
@@ -157,6 +161,8 @@ class TestEveryKey:
             pair = dict.fromkeys(("BATON_SECURITY_TLS_CERT", "BATON_SECURITY_TLS_KEY", "BATON_SECURITY_API_KEYS"), "x")
         if key.name == "engine.batching":
             pair = {"BATON_PREFILL_REPLICAS": "0"}
+        if key.name in ("tiers.disk", "tiers.disk_mib", "tiers.key_file"):
+            pair = {"BATON_TIERS_DISK": "kv", "BATON_TIERS_DISK_MIB": "64"}
         if key.name == "kv.events_replay":
             pair = {"BATON_KV_EVENTS": "tcp://127.0.0.1:5557"}
         by_env = load(env=pair | {key.env: text})
@@ -357,6 +363,9 @@ class TestRulesBetweenKeys:
             ({"decode.cores": "[1, 1]"}, {"decode.cores": "[1, 0]"}),
             ({"decode.cores": "[]"}, {"decode.cores": "[0]"}),
             ({"decode.cores": "[-1]"}, {"decode.cores": "[3]"}),
+            ({"tiers.disk": "kv"}, {"tiers.disk": "kv", "tiers.disk-mib": "64"}),
+            ({"tiers.disk-mib": "64"}, {"tiers.memory-mib": "64"}),
+            ({"tiers.key-file": "k"}, {"tiers.key-file": "k", "tiers.disk": "kv", "tiers.disk-mib": "64"}),
         ],
     )
     def test_a_broken_rule_names_its_keys_and_their_sources(self, bad: dict[str, str], good: dict[str, str]) -> None:

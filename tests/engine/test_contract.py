@@ -19,7 +19,7 @@ from engine_bench import BLOCK, PROMPT, VLLM_DEVICE, VLLM_INVARIANT, Bench, star
 from host_pool import on_host
 from tokenizers import Tokenizer
 
-from baton.engine.core.block_key import extend_keys, root_key
+from baton.engine.core.block_key import DEVICE, extend_keys, root_key
 from baton.engine.core.contract import EngineStopped
 from baton.engine.core.engine import Malformed, QueueFull, Refused, TooLong
 from baton.engine.core.grammar import Grammar
@@ -472,7 +472,7 @@ async def test_cache_events_and_snapshot_agree_and_name_our_keys(bench: Bench) -
     await bench.until(lambda: set(keys) <= cached())
     sequence, snapshot = await bench.engine.snapshot()
     assert [event.sequence for event in bench.events] == list(range(bench.events[0].sequence, sequence + 1))
-    assert cached() <= set(snapshot)
+    assert cached() <= set(snapshot[DEVICE])
     again = bench.seq(PROMPT, salt="events")
     await bench.run(again)
     assert again.cached == len(PROMPT) // BLOCK * BLOCK

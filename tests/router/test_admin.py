@@ -22,7 +22,7 @@ from baton.cluster.handoff import Handoff
 from baton.cluster.joining import Joining
 from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
-from baton.cluster.records import GpuRecord, Load, Pools, RouterRecord, StartRecord, WorkerRecord
+from baton.cluster.records import GpuRecord, Load, Pools, RouterRecord, StartRecord, TierRecord, WorkerRecord
 from baton.cluster.rpc import Server, channel, to_error
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.sampling import SamplingParams
@@ -70,8 +70,9 @@ class House:
         mounts.wish(wanted)
         return mounts
 
-    async def snapshot(self) -> tuple[int, list[bytes]]:
-        return 3, [number.to_bytes(16, "big") for number in range(self.cached)]
+    async def snapshot(self) -> tuple[int, dict[str, list[bytes]]]:
+        colder = [b"colder".ljust(16)] if self.cached else []
+        return 3, {"device": [number.to_bytes(16, "big") for number in range(self.cached)], "host": colder}
 
     def end(self, name: str, error: BatonError | None = None, after_s: float = 0.0) -> None:
         """Records a request that ends now, and took at least `after_s`."""
@@ -274,7 +275,8 @@ async def test_status_reports_workers_that_answer_and_workers_that_do_not(house:
     workers = {worker["name"]: worker for worker in told["workers"]}
     assert house[0].says is not None
     held = {"idle": False, "leases": 2, "quarantined_blocks": 3, "blocks_in_use": 4}
-    assert workers["d0"] == {**asdict(house[0].says), "roles": [], "gpus": [], "speculation": [], "eos_token_ids": [256], **held}
+    lists = {"roles": [], "gpus": [], "tiers": [], "speculation": [], "eos_token_ids": [256]}
+    assert workers["d0"] == {**asdict(house[0].says), **lists, **held}
     lost = workers["p0"]
     assert lost["state"] == "unreachable" and "WORKER_LOST" in lost["error"] and lost["kv_blocks"] == 1000 and "idle" not in lost
 
@@ -339,7 +341,9 @@ async def test_a_cache_of_any_size_arrives_page_by_page(house: tuple[House, Any]
     assert known is not None
     pages = [page async for page in house[0].workers.snapshot(known)]
     assert {(page.incarnation, page.sequence) for page in pages} == {(1, 3)}
-    assert [key for page in pages for key in page.keys] == [number.to_bytes(16, "big") for number in range(cached)]
+    held = {medium: [key for page in pages if page.medium == medium for key in page.keys] for medium in ("device", "host")}
+    assert held["device"] == [number.to_bytes(16, "big") for number in range(cached)]
+    assert held["host"] == ([b"colder".ljust(16)] if cached else [])
     assert all(len(page.keys) <= PAGE_KEYS for page in pages)
 
 
@@ -355,10 +359,12 @@ async def test_an_answer_that_is_not_a_record_is_refused(house: tuple[House, Any
 def test_a_record_and_its_message_have_the_same_fields() -> None:
     """A field that only one of them has would be lost in transit, or refused."""
     gpus = (GpuRecord("0", "H200", 1, 2, 0.5, 400.0, 0, 3), GpuRecord("1"))
-    facts = record("d0", load=BUSY, gpus=gpus)
+    tiers = (TierRecord("disk", "failed", "it is full", 1, 2, 3, 4, 0.5, 0.25),)
+    facts = record("d0", load=BUSY, gpus=gpus, tiers=tiers)
     message = pb.WorkerRecord(**asdict(facts))
-    lists = {"roles": list(facts.roles), "gpus": [asdict(gpu) for gpu in gpus], "eos_token_ids": [256], "speculation": []}
-    assert plain(message) == {**asdict(facts), **lists} and WorkerRecord.from_mapping(plain(message)) == facts
+    told = {"gpus": [asdict(gpu) for gpu in gpus], "tiers": [asdict(tier) for tier in tiers]}
+    lists = {"roles": list(facts.roles), "eos_token_ids": [256], "speculation": []}
+    assert plain(message) == {**asdict(facts), **told, **lists} and WorkerRecord.from_mapping(plain(message)) == facts
 
 
 def test_a_message_refuses_an_unknown_field_name() -> None:

@@ -15,7 +15,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.metrics import Book
-from baton.cluster.records import GpuRecord, Load, Pools, RouterRecord, WorkerRecord
+from baton.cluster.records import GpuRecord, Load, Pools, RouterRecord, TierRecord, WorkerRecord
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.sampling import SamplingParams
 from baton.simulate.memory_registry import MemoryRegistry
@@ -93,6 +93,13 @@ async def test_workers_are_sorted_and_have_the_loads_they_last_reported() -> Non
     told = (await house.look())["workers"]
     assert [worker["name"] for worker in told] == ["p0", "p1", "d0"]
     assert told[2]["role"] == "decode" and told[2]["blocks_in_use"] == 600 and told[2]["kv_blocks"] == 1000 and told[2]["running"] == 2
+
+
+async def test_a_workers_tiers_are_those_of_its_record() -> None:
+    house, tier = House(), TierRecord("host", "on", "", 10, 20, 8, 7, 1.5, 0.25)
+    house.view.update([WorkerRecord.from_json(record("d0", tiers=(tier,)).to_json()), record("p0")], house.now)
+    prefill, decode = (await house.look())["workers"]
+    assert prefill["tiers"] == [] and decode["tiers"] == [asdict(tier)]
 
 
 async def test_a_workers_gpus_are_those_of_its_record_and_what_is_not_told_stays_so() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.cluster.records import BlockEvent, Load, RoleName, WorkerRecord
+from baton.engine.core.block_key import DISK
 from router.policy import TERMS, Bypass, Cached, Choice, NoWorker, Saturated, choose_decode, choose_prefill, places
 from router.served import ServedModel
 from router.view import ClusterView
@@ -24,12 +25,14 @@ def worker(name: str, **load: int) -> WorkerRecord:
     return WorkerRecord(name, role, f"{name}:1", 1, "ready", 1, "host", "small", "model", "tokenizer", BLOCK, 4096, BLOCKS, "tcp", told)
 
 
-def cluster(*workers: WorkerRecord, cached: dict[str, int] | None = None) -> ServedModel:
-    """`cached`: how many blocks of the prompt each worker holds."""
+def cluster(*workers: WorkerRecord, cached: dict[str, int] | None = None, tiers: dict[str, int] | None = None) -> ServedModel:
+    """`cached`: how many blocks of the prompt each worker holds; `tiers`: on a disk."""
     view = ClusterView({"small": "tokenizer"})
     view.update(workers, 0.0)
     for name, blocks in (cached or {}).items():
         view.apply(BlockEvent(name, 1, 1, "stored", tuple(KEYS[:blocks])))
+    for name, blocks in (tiers or {}).items():
+        view.apply(BlockEvent(name, 1, 1 + (name in (cached or {})), "stored", tuple(KEYS[:blocks]), DISK))
     return view.models["small"]
 
 
@@ -175,6 +178,27 @@ def test_a_prefix_that_the_prefill_worker_caches_itself_is_not_fetched() -> None
     assert prefill(view, fetch_tokens=80) == Choice("p1", 4, 96, "cached prefix"), "80 tokens would be saved at a cost of 80"
     choice = prefill(view, fetch_tokens=79)
     assert isinstance(choice, Choice) and choice.source == Cached("d1", 9)
+
+
+def test_what_a_worker_has_in_its_tiers_counts_if_that_saves_more_than_loading_costs() -> None:
+    view = cluster(*IDLE, tiers={"p1": 9})
+    assert prefill(view, load_tokens=143) == Choice("p1", 9, 159, "loaded prefix")
+    assert prefill(view, load_tokens=144) == prefill(view, load_tokens=0) == Choice("p0", 0, 160, "least work")
+    view.members.start_prefill("a", "p1", 100)
+    assert prefill(view, load_tokens=64) == Choice("p0", 0, 160, "least work"), "100 + 64 + 16 is more"
+
+
+def test_of_loading_and_fetching_the_cheaper_is_chosen_and_nothing_is_fetched_out_of_a_tier() -> None:
+    view = cluster(*IDLE, cached={"d1": 9, "p1": 2}, tiers={"p1": 8})
+    assert prefill(view, fetch_tokens=50, load_tokens=20) == Choice("p1", 8, 52, "loaded prefix")
+    assert prefill(view, fetch_tokens=20, load_tokens=50) == Choice("p0", 9, 36, "fetched prefix", Cached("d1", 9))
+    assert prefill(cluster(*IDLE, tiers={"d1": 9}), fetch_tokens=20) == Choice("p0", 0, 160, "least work")
+
+
+def test_tiers_of_who_decodes_count_only_where_it_computes_the_prompt() -> None:
+    assert decode(cluster(*IDLE, tiers={"d1": 9}), load_tokens=20) == Choice("d0", 0, 0, "fits")
+    assert decode(cluster(*IDLE[2:], tiers={"d1": 9}), load_tokens=20) == Choice("d1", 0, 20 - 144, "fits")
+    assert decode(cluster(*IDLE[2:], tiers={"d1": 9}), load_tokens=0) == Choice("d0", 0, 0, "fits")
 
 
 def test_an_idle_prefill_worker_fetches_from_a_busy_one() -> None:

@@ -204,6 +204,27 @@ def test_media_are_kept_apart() -> None:
     assert index.overlap(KEYS, 0.0) == {} and index.entries == 1
 
 
+def test_a_run_may_go_on_in_another_medium_of_the_same_worker_and_of_no_other() -> None:
+    index = joined("a", "b", "c")
+    index.apply(event("a", 1, "stored", *KEYS[:2]))
+    index.apply(event("b", 1, "stored", *KEYS[2:4]))
+    assert index.reach(KEYS) == {}, "nobody has more than a device: nothing is walked"
+    index.apply(BlockEvent("a", 1, 2, "stored", (KEYS[2],), HOST))
+    index.apply(BlockEvent("a", 1, 3, "stored", (KEYS[3], KEYS[5]), DISK))
+    index.apply(BlockEvent("c", 1, 1, "stored", (KEYS[0],), DISK))
+    assert index.reach(KEYS) == {"a": 4, "c": 1} and index.overlap(KEYS, 0.0) == {"a": 2}
+    index.apply(event("a", 4, "stored", KEYS[4]))
+    assert index.reach(KEYS) == {"a": 6, "c": 1}
+    index.predict("c", KEYS[:3], FAR)
+    assert index.reach(KEYS) == {"a": 6, "c": 3}
+    index.apply(BlockEvent("a", 1, 5, "removed", (KEYS[2],), HOST))
+    assert index.reach(KEYS) == {"a": 2, "c": 3}
+    index.forget("a")
+    assert index.reach(KEYS) == {"c": 3}
+    index.join("a", 2)  # with bits that others had
+    assert index.reach(KEYS) == {"c": 3}
+
+
 def test_predictions_are_of_the_device_alone() -> None:
     index = joined("a")
     index.predict("a", KEYS[:3], FAR)
@@ -223,8 +244,10 @@ def test_a_snapshot_replaces_what_was_known_of_every_medium() -> None:
     filling.add(KEYS[:2])
     filling.add(KEYS[:4], HOST)
     assert index.overlap(KEYS, 0.0) == {"a": 1}, "what was known stays in use until the snapshot is complete"
+    assert index.reach(KEYS) == {"a": 3}
     assert filling.end() == "ok"
     assert [index.overlap(KEYS, 0.0, medium) for medium in (DEVICE, HOST, DISK)] == [{"a": 2}, {"a": 4}, {}]
+    assert index.reach(KEYS) == {"a": 4}
     assert index.entries == 6
     dropped = index.fill("a", 1, 10)
     assert isinstance(dropped, Filling)

@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 MAX_EVENT_KEYS = 1024  # of one event of the prefix cache: a reader applies an event in one piece
 KEY_BYTES = 16
-# Where a worker keeps the KV of a key. The engine computes in the first; the others are for colder copies, which nobody makes yet.
+# Where a worker keeps the KV of a key. The engine computes in the first; the others are for colder copies.
 MEDIA = DEVICE, HOST, DISK, REMOTE = "device", "host", "disk", "remote"
 
 

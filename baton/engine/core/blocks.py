@@ -1,19 +1,20 @@
 """Who owns which block of the pool. This file handles only numbers and keys, never the bytes of a block.
 
-    free ──allocate──▶ owned ──seal──▶ owned and keyed ──release──▶ cached ──match──▶ owned and keyed
+    free ──allocate──▶ owned ──seal──▶ owned and keyed ──release──▶ cached ──match, coldest──▶ owned and keyed
       ▲                  │ release (no key)                            │
-      └──────────────────┴──────────────────── evict (oldest cached) ──┤
-      └──gone── leaving ◀──────────────────────────────── leave ───────┘
+      └──────────────────┴──────────────────── evict (oldest cached) ──┘
 
 A full block is immutable and may have several owners: one with a key, which `match` finds, or one that a sequence shares with another
-(`share`). `cached` blocks are keyed blocks without an owner, kept until the room is needed. A `leaving` block is one whose content somebody
-still saves elsewhere: nobody is given its room, but who matches its key has it back.
-Invariant (`check`): every block is in exactly one of free, cached, leaving, owned.
+(`share`). `cached` blocks are keyed blocks without an owner, kept until the room is needed. Who saves the content of a block elsewhere owns
+it meanwhile (`coldest`).
+Invariant (`check`): every block is in exactly one of free, cached, owned.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 from baton.engine.core.block_key import DEVICE
 
@@ -36,9 +37,8 @@ class CacheChange:
     content: Content | None = None  # of a stored block, if the pool describes them
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Leaving:
-    """A block on its way out. Its content does not change until `BlockPool.gone`, even if it is matched meanwhile."""
+class Keyed(NamedTuple):
+    """A sealed block. Its content does not change while it has an owner."""
 
     block: int
     key: bytes
@@ -59,17 +59,18 @@ class BlockPool:
         self._key_of: dict[int, bytes] = {}  # sealed blocks, owned or cached
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._leaving: dict[int, Leaving] = {}
+        self._saved: OrderedDict[int, None] = OrderedDict()  # those that are cached and older: they need not be saved any more
+        self._offered: set[int] = set()  # those that `coldest` gave and nobody has matched since; `_saved` and others that are owned
         self._changes: list[CacheChange] = []
 
     @property
     def available(self) -> int:
         """Blocks that `allocate` can still hand out."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.num_cached
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + len(self._saved)
 
     @property
     def num_owned(self) -> int:
@@ -99,7 +100,7 @@ class BlockPool:
             if block is None:
                 break
             known += 1
-            idle += block in self._cached
+            idle += block not in self._owners
         return known, idle
 
     def allocate(self, count: int) -> list[int] | None:
@@ -139,35 +140,39 @@ class BlockPool:
                 self._owners[block] = owners - 1
                 continue
             del self._owners[block]
-            if block in self._key_of:
-                self._cached[block] = None
-            else:
+            if block not in self._key_of:
                 self._free.append(block)
+            else:
+                (self._saved if block in self._offered else self._cached)[block] = None
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Drop the keys of blocks whose content turned out to be wrong: their owners keep them, but they are not found again."""
         for block in blocks:
             self._unkey(block)
-            if block in self._cached:
-                del self._cached[block]
+            if block in self._cached or block in self._saved:
+                self._drop(block)
                 self._free.append(block)
 
-    def leave(self, count: int) -> list[Leaving]:
-        """Takes up to `count` of the oldest cached blocks out of what `allocate` may use, so that somebody can save them. Every one of them
-        must be given to `gone`."""
-        leaving = [Leaving(block, self._key_of[block]) for block in list(self._cached)[: max(0, count)]]
-        for one in leaving:
-            del self._cached[one.block]
-            self._leaving[one.block] = one
-        return leaving
+    def coldest(self, count: int, within: int, known: Container[bytes]) -> list[Keyed]:
+        """Up to `count` of the `within` oldest cached blocks, without those whose keys are `known` and those that it has given before,
+        unless somebody has matched them since. The caller owns them, and releases the oldest first: then they are the oldest again."""
+        found: list[Keyed] = []
+        for block in list(islice(self._cached, max(0, within - len(self._saved)))):
+            if len(found) >= count:
+                break
+            key = self._key_of[block]
+            if key in known:
+                del self._cached[block]
+                self._saved[block] = None
+            else:
+                self._retain(block)
+                found.append(Keyed(block, key))
+            self._offered.add(block)
+        return found
 
-    def gone(self, leaving: Iterable[Leaving]) -> None:
-        """Nobody saves these any more. They are free, unless somebody matched them meanwhile."""
-        for one in leaving:
-            if self._leaving.get(one.block) is one:
-                del self._leaving[one.block]
-                self._unkey(one.block)
-                self._free.append(one.block)
+    def note(self, changes: Iterable[CacheChange]) -> None:
+        """What changed in other media than the device: it is told in one order with what changes here."""
+        self._changes += changes
 
     def drain_changes(self) -> list[CacheChange]:
         """What changed in the prefix cache since the last call."""
@@ -176,8 +181,8 @@ class BlockPool:
 
     def check(self) -> None:
         """Checks the invariant. Raises RuntimeError, also under -O: a broken pool must not serve another request's memory."""
-        places = {"free": set(self._free), "cached": set(self._cached), "leaving": set(self._leaving), "owned": set(self._owners)}
-        free, cached, _, _ = places.values()
+        places = {"free": set(self._free), "cached": {*self._cached, *self._saved}, "owned": set(self._owners)}
+        free, cached, _ = places.values()
         if len(free) != len(self._free) or len(set().union(*places.values())) != sum(map(len, places.values())):
             raise RuntimeError("a block is in two places")
         if sum(map(len, places.values())) != self.num_blocks:
@@ -185,25 +190,32 @@ class BlockPool:
             raise RuntimeError(f"blocks lost: {told} of {self.num_blocks}")
         if {key: block for block, key in self._key_of.items()} != self._block_of or cached - set(self._key_of) or free & set(self._key_of):
             raise RuntimeError("keys and blocks disagree")
+        if self._offered - set(self._key_of) or set(self._saved) - self._offered or self._offered & set(self._cached):
+            raise RuntimeError("it is not clear what was saved")
         if any(count < 1 for count in self._owners.values()):
             raise RuntimeError("a block is owned by nobody")
 
     def _retain(self, block: int) -> None:
-        self._cached.pop(block, None)
-        self._leaving.pop(block, None)
+        self._drop(block)
+        self._offered.discard(block)
         self._owners[block] = self._owners.get(block, 0) + 1
+
+    def _drop(self, block: int) -> None:
+        self._cached.pop(block, None)
+        self._saved.pop(block, None)
 
     def _take(self) -> int:
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block, _ = (self._saved or self._cached).popitem(last=False)
             self._unkey(block)
         self._owners[block] = 1
         return block
 
     def _unkey(self, block: int) -> None:
         key = self._key_of.pop(block, None)
+        self._offered.discard(block)
         if key is not None:
             del self._block_of[key]
             self._changes.append(CacheChange(False, key))

@@ -5,8 +5,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any, TypeVar
 
+from baton.engine.core.block_key import DEVICE, MAX_EVENT_KEYS
+from baton.engine.core.colder import Colder, Tiers
 from baton.engine.core.contract import EngineStopped, Facts, Grammars, Listener, Traits, cache_events, taken
 from baton.engine.core.engine import Engine, Malformed, QueueFull, learn
 from baton.engine.core.grammar import GrammarRefused, GrammarsBusy
@@ -20,8 +23,8 @@ def facts(engine: Engine) -> Facts:
     scheduler = engine.scheduler
     return Facts(
         running=len(scheduler.running) + len(scheduler.fetching),
-        waiting=len(scheduler.waiting),
-        waiting_tokens=sum(seq.pending for seq in (*scheduler.waiting, *scheduler.running) if seq.prefilling),
+        waiting=len(scheduler.waiting) + len(scheduler.loading),
+        waiting_tokens=sum(seq.pending for seq in (*scheduler.waiting, *scheduler.loading, *scheduler.running) if seq.prefilling),
         free_blocks=engine.pool.available,
         cached_blocks=engine.pool.num_cached,
         owned_blocks=engine.pool.num_owned,
@@ -29,6 +32,11 @@ def facts(engine: Engine) -> Facts:
         credit_tokens=scheduler.credit_tokens(),
         counts=engine.counts.copy(),
     )
+
+
+def held(engine: Engine) -> dict[str, list[bytes]]:
+    colder = engine.colder.held if engine.colder is not None else {}
+    return {DEVICE: engine.pool.sealed_keys(), **{medium: list(keys) for medium, keys in colder.items()}}
 
 
 async def prepare(grammars: Grammars | None, *seqs: Sequence) -> None:
@@ -147,8 +155,13 @@ class Commands:
     async def look(self) -> Facts:
         return await self.call(facts)
 
-    async def snapshot(self) -> tuple[int, list[bytes]]:
-        return await self.call(lambda engine: (self._cache_sequence, engine.pool.sealed_keys()))
+    async def snapshot(self) -> tuple[int, dict[str, list[bytes]]]:
+        return await self.call(lambda engine: (self._cache_sequence, held(engine)))
+
+    def attach(self, tiers: Tiers) -> None:
+        """Before it runs. May wait; raises what `Tiers.open` raises."""
+        tiers.open(self.pool, Reports(self))
+        self._engine.colder = Colder(tiers, self._engine.pool, self._engine.scheduler)
 
     async def _prepare(self, seq: Sequence, *forks: Sequence) -> None:
         """What needs no engine: all its sequences would wait for it. Raises Malformed or QueueFull."""
@@ -172,7 +185,10 @@ class Commands:
                 self._post(_resolve, future, value)
 
     def _publish_cache(self) -> None:
-        events = cache_events(self._engine.pool.drain_changes(), self._cache_sequence)
+        changes = self._engine.pool.drain_changes()
+        if self._engine.colder is not None:
+            self._engine.colder.noted(changes)
+        events = cache_events(changes, self._cache_sequence)
         self._cache_sequence += len(events)
         if events:
             self._post(self._listener.on_cache, events)
@@ -187,6 +203,26 @@ class Commands:
     def _post(self, function: Callable[..., None], *args: object) -> None:
         """Calls `function(*args)` on the event loop, after what was posted before."""
         raise NotImplementedError
+
+
+class Reports:
+    """Implements `baton.engine.core.colder.Report`."""
+
+    def __init__(self, commands: Commands) -> None:
+        self._commands = commands
+
+    def saved(self, blocks: Seq[tuple[int, bytes]]) -> None:
+        self._tell(lambda colder: colder.saved(blocks))
+
+    def landed(self, number: int) -> None:
+        self._tell(lambda colder: colder.landed(number))
+
+    def moved(self, stored: bool, medium: str, keys: Seq[bytes]) -> None:
+        for start in range(0, len(keys), MAX_EVENT_KEYS):  # a command stands between two steps
+            self._tell(partial(Colder.moved, stored=stored, medium=medium, keys=keys[start : start + MAX_EVENT_KEYS]))
+
+    def _tell(self, function: Callable[[Colder], None]) -> None:
+        self._commands.tell(lambda engine: function(engine.colder) if engine.colder is not None else None)
 
 
 def _resolve(future: "asyncio.Future[T]", value: T) -> None:

@@ -175,8 +175,8 @@ class ServingEngine(Protocol):
 
     async def look(self) -> Facts: ...
 
-    async def snapshot(self) -> tuple[int, list[bytes]]:
-        """The number of the last cache event, and the keys that are cached after it."""
+    async def snapshot(self) -> tuple[int, dict[str, list[bytes]]]:
+        """The number of the last cache event, and the keys that each medium holds after it; the device is always one."""
         ...
 
     def activity(self) -> tuple[int, float | None, float | None]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.engine.core.beams import Hypothesis
 from baton.engine.core.blocks import BlockPool
+from baton.engine.core.colder import Colder
 from baton.engine.core.drafting import Drafter
 from baton.engine.core.groups import Groups
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingToSample, OutOfDeviceMemory, Runner, Tokens, accepted
@@ -117,6 +118,7 @@ class Engine:
         self.sequences: dict[str, Sequence] = {}
         self.groups = Groups(lambda: self.scheduler, runner, self.sequences, lambda beam: self.drafter.forget(beam))
         self.counts = Counts()
+        self.colder: Colder | None = None  # copies of KV that left the pool
         if max_len > self.pool.num_blocks * self.block_size:
             raise ValueError(f"max_len {max_len} does not fit the pool of {self.pool.num_blocks} blocks of {self.block_size} tokens")
 
@@ -250,6 +252,8 @@ class Engine:
 
     def _schedule(self, now: float, outputs: list[Output]) -> list[Chunk]:
         """Returns the next batch, counts the sequences that start with it, and adds the expired ones to `outputs`."""
+        if self.colder is not None:
+            self.colder.turn(now)
         plan, counts = self.scheduler.schedule(now, self.groups.make_room()), self.counts
         self.groups.restart(plan.preempted)
         counts.preemptions += len(plan.preempted)
@@ -266,8 +270,8 @@ class Engine:
         check(seq, self.runner.vocab_size, self.max_len)
         if seq.params.prompt_logprobs is not None and (seq.hold or not self.scores):
             raise Malformed("prompt_logprobs: this engine cannot tell them")
-        if len(self.scheduler.waiting) + self.scheduler.num_attached >= self.scheduler.limits.max_queue:
-            raise QueueFull(f"{len(self.scheduler.waiting)} sequences are waiting")
+        if (waiting := self.scheduler.num_queued) >= self.scheduler.limits.max_queue:
+            raise QueueFull(f"{waiting} sequences are waiting")
         if seq.id in self.sequences:
             raise ValueError(f"sequence {seq.id} is already here")
         if seq.branches:
@@ -308,9 +312,9 @@ class Engine:
         return True
 
     def _unqueue(self, seq: Sequence) -> None:
-        """A sequence that waits for room, or for the prompt of another one, no longer does."""
+        """A sequence that waits for room, for the prompt of another one, or for colder copies, no longer does."""
         if not self.scheduler.forget_fork(seq):
-            self.scheduler.waiting.remove(seq)
+            (self.scheduler.loading if seq in self.scheduler.loading else self.scheduler.waiting).remove(seq)
 
     def _check_beams(self, seq: Sequence) -> None:
         """Raises TooLong for beams that do not fit this engine, even if they are alone in it."""
@@ -398,6 +402,8 @@ class Engine:
         for seq in (self.sequences[seq_id] for seq_id in error.sequence_ids if seq_id in self.sequences):  # a beam takes its others along
             if isinstance(error, NonFiniteLogits):
                 self.pool.forget(seq.blocks)
+                if self.colder is not None:
+                    self.colder.drop(seq.keys)
             seq = seq.owner or seq
             self.abort(seq.id)
             failure, more = str(type(error)([seq.id])), seq.matcher.failure if seq.matcher is not None else ""

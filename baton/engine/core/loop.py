@@ -61,7 +61,10 @@ class EngineLoop(Commands):
                     self._begin()
                     self._execute()
                 if self._engine.idle:
-                    self._rest()
+                    if self._engine.colder is not None:
+                        self._engine.colder.turn(time.monotonic())
+                    if self._engine.idle:
+                        self._rest()
                     continue
                 self._begin()
                 outputs = self._step()
@@ -88,7 +91,10 @@ class EngineLoop(Commands):
         chunks, tokens = counts.chunks, counts.computed_tokens
         outputs = self._engine.step(began)
         if counts.chunks > chunks:
-            self._listener.on_batch(time.monotonic() - began, counts.computed_tokens - tokens, counts.chunks - chunks)
+            done = time.monotonic() - began, counts.computed_tokens - tokens, counts.chunks - chunks
+            self._listener.on_batch(*done)
+            if self._engine.colder is not None:
+                self._engine.colder.paced(*done)
         return outputs
 
     def _rest(self) -> None:
@@ -97,7 +103,8 @@ class EngineLoop(Commands):
         if now - self._checked > CHECK_EVERY_S:
             self._engine.pool.check()
             self._checked = now
-        self._wake.wait(timeout=CHECK_EVERY_S)
+        until = self._engine.colder.until(now) if self._engine.colder is not None else None
+        self._wake.wait(timeout=CHECK_EVERY_S if until is None else min(until, CHECK_EVERY_S))
         self._wake.clear()
 
     def _post(self, function: Callable[..., None], *args: object) -> None:

@@ -86,6 +86,7 @@ class Scheduler:
         self.waiting, self.claims = self._arrivals.waiting, self._arrivals.claims
         self.running: list[Sequence] = []  # in order of admission
         self.fetching: list[Sequence] = []
+        self.loading: list[Sequence] = []  # out of the queue, with a place in it, until colder copies of their KV are here
         self.attached: dict[Sequence, list[Sequence]] = {}  # parent → those that will go on from its prompt; they wait in no queue
         # The last arrival of the current batch: later sequences do not join it.
         self._last: float = math.inf if limits.batching == "continuous" else -1
@@ -159,8 +160,9 @@ class Scheduler:
         self.attached[parent] = list(forks)
 
     @property
-    def num_attached(self) -> int:
-        return sum(map(len, self.attached.values()))
+    def num_queued(self) -> int:
+        """Sequences that wait for something."""
+        return len(self.waiting) + len(self.loading) + sum(map(len, self.attached.values()))
 
     def detach(self, parent: Sequence) -> list[Sequence]:
         """Those that waited for its prompt."""
@@ -197,6 +199,7 @@ class Scheduler:
             seq = owner
         seq.move("preempt")
         seq.preemptions += 1
+        seq.sought = None
         self.enqueue(seq)
         return seq
 
@@ -226,7 +229,7 @@ class Scheduler:
         self.extend_keys(seq)
         full = (min(computed, seq.drafted) if self._draft_kv else computed) // self.block_size
         while seq.sealed < full:
-            self.pool.seal(seq.blocks[seq.sealed], seq.keys[seq.sealed], self._content(seq) if self.pool.describes else None)
+            self.pool.seal(seq.blocks[seq.sealed], seq.keys[seq.sealed], self.content(seq, seq.sealed) if self.pool.describes else None)
             seq.sealed += 1
 
     def extend_keys(self, seq: Sequence) -> None:
@@ -240,7 +243,8 @@ class Scheduler:
 
     def credit_tokens(self) -> int:
         """Tokens that this worker can still promise to hold, in addition to those that it has promised already."""
-        promised = self.growth((*self.running, *self.fetching, *self.waiting, *chain.from_iterable(self.attached.values())))
+        queued = *self.waiting, *self.loading, *chain.from_iterable(self.attached.values())
+        promised = self.growth((*self.running, *self.fetching, *queued))
         return (self.pool.available - promised) * self.block_size
 
     def _form_batch(self, now: float) -> None:
@@ -261,9 +265,7 @@ class Scheduler:
         """Gives a waiting sequence its blocks if it fits: cached blocks for its known prefix, and fresh ones for the rest."""
         if not self._is_next(seq):
             return False
-        self.extend_keys(seq)
-        # The last known token is always computed here: sampling needs its logits.
-        keys = seq.keys[: 0 if seq.unscored else (len(seq.tokens) - 1) // self.block_size]
+        keys = self.usable_keys(seq)
         known, idle = self.pool.matched(keys)
         fresh = self._blocks_for(len(seq.tokens)) - known
         if not self._fits(seq, known + fresh, self.pool.available - idle - fresh):
@@ -275,6 +277,18 @@ class Scheduler:
             seq.cached = seq.computed
         seq.reached = max(seq.reached, seq.computed)
         return True
+
+    def usable_keys(self, seq: Sequence) -> list[bytes]:
+        """Of the blocks that need not be computed if somebody has them. The last known token is always computed here: sampling needs its
+        logits."""
+        self.extend_keys(seq)
+        return seq.keys[: 0 if seq.unscored else (len(seq.tokens) - 1) // self.block_size]
+
+    def has_room(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence has enough blocks, though perhaps no seat yet."""
+        known, idle = self.pool.matched(self.usable_keys(seq))
+        fresh = self._blocks_for(len(seq.tokens)) - known
+        return self._fits(seq, known + fresh, self.pool.available - idle - fresh)
 
     def _is_next(self, seq: Sequence) -> bool:
         """Whether one more may run, and nobody is before it."""
@@ -335,10 +349,10 @@ class Scheduler:
             seq.blocks += self.pool.allocate(min(missing, self.pool.available)) or []
         return min(guesses, len(seq.blocks) * self.block_size - seq.computed - 1)
 
-    def _content(self, seq: Sequence) -> Content:
-        """Of the next block that is sealed."""
-        start = seq.sealed * self.block_size
-        return Content(seq.keys[seq.sealed - 1] if seq.sealed else None, tuple(seq.tokens[start : start + self.block_size]))
+    def content(self, seq: Sequence, index: int) -> Content:
+        """Of one of its full blocks."""
+        start = index * self.block_size
+        return Content(seq.keys[index - 1] if index else None, tuple(seq.tokens[start : start + self.block_size]))
 
     def final_blocks(self, seq: Sequence) -> int:
         """The most blocks that `seq` will own on this worker, with all its beams. A sequence that will be held stops at its first token."""

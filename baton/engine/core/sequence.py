@@ -74,6 +74,7 @@ class Sequence:
     arrival: int | None = None  # place in the order in which sequences get room; a preemption does not change it
     arrived_with: int = 0  # len(tokens) on arrival
     started_at: float | None = None  # the caller's clock when the first chunk was scheduled
+    sought: int | None = None  # leading blocks that were in the pool when the next ones were last looked up in colder tiers
     scored: int = 0  # tokens of the prompt that have been scored and told
     expires_at: float = math.inf  # on the same clock: from then on no client waits for it, and it is not started
     matcher: Matcher | None = None  # of `params.structured` and `params.thinking`

@@ -358,8 +358,8 @@ class Repeated:
         """`before`: what comes before `calls`."""
         packed = np.frombuffer(b"".join(call.packed for call in calls), np.uint8)
         self._kept: list[Any] = [packed, *before]
-        self._table = [entry for each in before for entry in each._table]
-        self._small = all(each._small for each in before) and all(call.work < SHARED_FROM for call in calls)
+        self._table: list[int] = [entry for each in before for entry in each._table]
+        self._small: bool = all(each._small for each in before) and all(call.work < SHARED_FROM for call in calls)
         at = packed.ctypes.data
         for call in calls:
             self._table += [call.function, at]

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from baton.engine.build import WARM_UP_TOKENS, BuildError
+from baton.engine.core.block_key import DEVICE
 from baton.engine.core.blocks import CacheChange
 from baton.engine.core.commands import prepare
 from baton.engine.core.contract import EngineStopped, Facts, Listener, Traits, cache_events, taken
@@ -150,9 +151,9 @@ class VllmEngine:
             counts=desk.counts.copy(),
         )
 
-    async def snapshot(self) -> tuple[int, list[bytes]]:
+    async def snapshot(self) -> tuple[int, dict[str, list[bytes]]]:
         self._check()
-        return self._cache_sequence, list(self._keys)
+        return self._cache_sequence, {DEVICE: list(self._keys)}
 
     def activity(self) -> tuple[int, float | None, float | None]:
         busy = any(not job.over for job in self._desk.jobs.values() if not (job.seq.hold and job.closed))

@@ -30,7 +30,7 @@ function card(worker) {
   if (!element) {
     element = make("div", { class: "card", "data-worker": worker.name },
       make("div", { class: "head" }, make("b", {}, worker.name), make("span", { class: "state" })),
-      make("div", { class: "blocks" }, make("i")), make("div", { class: "detail" }), make("div", { class: "gpus" }), make("div", { class: "here" }));
+      make("div", { class: "blocks" }, make("i")), make("div", { class: "detail" }), make("div", { class: "gpus" }), make("div", { class: "tiers" }), make("div", { class: "here" }));
     pool.append(element);
   }
   element.className = `card ${worker.state}`;
@@ -39,6 +39,7 @@ function card(worker) {
   element.querySelector(".blocks i").style.width = `${100 * used}%`;
   element.querySelector(".detail").textContent = detail(worker, used);
   element.querySelector(".gpus").replaceChildren(...(LOST.has(worker.state) ? [] : worker.gpus.map(gpu)));
+  element.querySelector(".tiers").replaceChildren(...(LOST.has(worker.state) ? [] : worker.tiers.map(tier)));
   element.querySelector(".here").replaceChildren(...dots(worker.requests, "here"));
   return element;
 }
@@ -80,6 +81,15 @@ function gpu(one) {
   const element = make("div", { class: "gpu", title: one.name }, make("b", {}, /^\d+$/.test(one.gpu) ? `GPU ${one.gpu}` : "GPU slice"), ...words);
   if (one.memory_total) element.append(make("div", { class: "blocks" }, make("i", { style: { width: `${(100 * one.memory_used) / one.memory_total}%` } })));
   return element;
+}
+
+// A place for KV that has left the pool, and whether it pays.
+function tier(one) {
+  const told = [`${one.blocks} of ${one.capacity} blocks`, `${one.hits} of ${one.reads} came back`];
+  const off = one.state !== "on";
+  const gain = one.saved_s - one.spent_s;
+  const worth = off ? [one.state, one.why].filter(Boolean).join(": ") : `${gain < 0 ? "costs" : "saves"} ${Math.abs(gain).toFixed(1)} s in 10 min`;
+  return make("div", { class: "gpu" }, make("b", {}, one.medium), ` ${told.join(" · ")} · `, make("span", { class: off ? "bad" : "" }, worth));
 }
 
 // As many dots as the number beside them says.

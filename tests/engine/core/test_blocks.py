@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.engine.core.blocks import BlockPool, CacheChange, Leaving
+from baton.engine.core.blocks import BlockPool, CacheChange
 
 SIZE = 6
 
@@ -18,7 +18,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(SIZE)
         self.owned: list[list[int]] = []
         self.content: dict[int, bytes] = {}  # block → key sealed into it
-        self.leaving: list[Leaving] = []  # somebody saves them
         self.listener: set[bytes] = set()  # what a reader of the changes believes is cached
 
     @rule(count=st.integers(1, SIZE + 1))
@@ -66,33 +65,22 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.forget([block])
         del self.content[block]
 
-    @rule(count=st.integers(0, SIZE + 1))
-    def leave(self, count: int) -> None:
-        available, cached = self.pool.available, self.pool.num_cached
-        leaving = self.pool.leave(count)
-        assert len(leaving) == min(count, cached) and self.pool.available == available - len(leaving)
-        for one in leaving:
-            assert self.content[one.block] == one.key
-            assert self.pool.matched([one.key])[0] == 1, "what leaves is still found"
-        self.leaving += leaving
-
-    @precondition(lambda self: self.leaving)
-    @rule(data=st.data())
-    def gone(self, data: st.DataObject) -> None:
-        self.pool.gone([self.leaving.pop(data.draw(st.integers(0, len(self.leaving) - 1)))])
-
-    @invariant()
-    def what_leaves_keeps_its_content(self) -> None:
-        """Nobody is given the room of a block before whoever saves it is done, unless its content turned out to be wrong."""
-        fresh = [block for owner in self.owned for block in owner if block not in self.content]
-        assert not set(fresh) & {one.block for one in self.leaving if self.pool._leaving.get(one.block) is one}
+    @rule(count=st.integers(0, SIZE + 1), within=st.integers(0, SIZE), known=st.sets(st.sampled_from([b"a", b"b", b"c"])))
+    def save(self, count: int, within: int, known: set[bytes]) -> None:
+        available = self.pool.available
+        coldest = self.pool.coldest(count, within, known)
+        assert len(coldest) <= min(count, within) and self.pool.available == available - len(coldest)
+        for one in coldest:
+            assert self.content[one.block] == one.key and one.key not in known
+            assert self.pool.matched([one.key]) == (1, 0), "what is saved is still found"
+            self.owned.append([one.block])
 
     @invariant()
     def conserved(self) -> None:
         self.pool.check()
         owners = [block for owner in self.owned for block in owner]
         assert self.pool.num_owned == len(set(owners))
-        assert self.pool.available == SIZE - len(set(owners)) - len(self.pool._leaving)
+        assert self.pool.available == SIZE - len(set(owners))
 
     @invariant()
     def changes_report_every_cached_key(self) -> None:
@@ -118,25 +106,70 @@ def test_the_oldest_cached_chain_is_evicted_from_its_end() -> None:
     assert pool.matched([b"1", b"2", b"3"]) == (2, 2)
 
 
-def test_a_block_that_leaves_can_be_taken_back_and_its_saver_then_frees_nothing() -> None:
-    pool = BlockPool(2)
-    blocks = pool.allocate(2)
+def cached(pool: BlockPool, keys: list[bytes]) -> list[int]:
+    """Blocks with these keys, the first of which is the oldest."""
+    blocks = pool.allocate(len(keys))
     assert blocks is not None
-    pool.seal(blocks[0], b"1")
-    pool.release(blocks)
-    pool.drain_changes()
-    (one,) = pool.leave(5)
-    assert pool.available == 1 and pool.allocate(2) is None
-    assert pool.match([b"1"]) == [one.block]  # taken back
-    pool.gone([one])
-    assert pool.num_owned == 1 and pool.drain_changes() == []
-    pool.release([one.block])
-    (again,) = pool.leave(1)
-    pool.gone([one])  # of the first time: it does not count for the second
-    assert pool.allocate(2) is None
-    pool.gone([again])
-    assert pool.drain_changes() == [CacheChange(False, b"1")] and pool.allocate(2) is not None
+    for block, key in zip(blocks, keys, strict=True):
+        pool.seal(block, key)
+    pool.release(reversed(blocks))
+    return blocks
+
+
+def test_the_oldest_are_given_but_those_that_are_known() -> None:
+    pool = BlockPool(4)
+    cached(pool, [b"1", b"2", b"3", b"4"])
+    assert [one.key for one in pool.coldest(2, 2, {b"1"})] == [b"2"]
+    assert pool.coldest(9, 1, ()) == [], "the oldest one is looked at, and known"
+    assert [one.key for one in pool.coldest(9, 3, ())] == [b"3", b"4"]
     pool.check()
+
+
+def test_a_block_is_saved_once_until_it_is_used_again() -> None:
+    """Else a tier that has no room for it would be given the same blocks for ever."""
+    pool = BlockPool(2)
+    cached(pool, [b"1", b"2"])
+    for one in pool.coldest(2, 2, ()):
+        pool.release([one.block])
+    assert pool.coldest(2, 2, ()) == []
+    pool.release(pool.match([b"2"]))
+    assert [one.key for one in pool.coldest(2, 2, ())] == [b"2"]
+    pool.check()
+
+
+def test_the_order_of_eviction_outlives_a_save() -> None:
+    pool = BlockPool(4)
+    cached(pool, [b"1", b"2", b"3", b"4"])
+    for keys in ([b"1"], [b"2"], [b"4"]):  # the third is known
+        saved = pool.coldest(1, 4, {b"3"})
+        assert [one.key for one in saved] == keys and pool.available == 3
+        pool.release([saved[0].block])
+    pool.drain_changes()
+    assert pool.allocate(4) is not None
+    assert [change.key for change in pool.drain_changes()] == [b"1", b"2", b"3", b"4"]
+
+
+def test_what_is_used_while_it_is_saved_is_not_the_oldest_afterwards_and_keeps_its_content() -> None:
+    """Its room is given to nobody until the saver is done, though whoever matched it has left."""
+    pool = BlockPool(3)
+    cached(pool, [b"1", b"2", b"3"])
+    (one,) = pool.coldest(1, 3, ())
+    pool.release(pool.match([b"1"]))
+    assert pool.available == 2 and pool.allocate(3) is None
+    pool.release([one.block])
+    pool.drain_changes()
+    assert pool.allocate(3) is not None
+    assert [change.key for change in pool.drain_changes()] == [b"2", b"3", b"1"]
+
+
+def test_a_block_that_proves_wrong_while_it_is_saved_is_free_afterwards() -> None:
+    pool = BlockPool(1)
+    cached(pool, [b"1"])
+    (one,) = pool.coldest(1, 1, ())
+    pool.forget([one.block])
+    pool.release([one.block])
+    pool.check()
+    assert pool.num_cached == 0 and pool.available == 1
 
 
 def test_releasing_a_block_without_an_owner_is_refused() -> None:

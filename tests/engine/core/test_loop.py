@@ -15,7 +15,7 @@ import pytest
 
 from baton.engine.core import commands as commands_module
 from baton.engine.core import scheduler
-from baton.engine.core.block_key import MAX_EVENT_KEYS, extend_keys, root_key
+from baton.engine.core.block_key import DEVICE, MAX_EVENT_KEYS, extend_keys, root_key
 from baton.engine.core.blocks import CacheChange
 from baton.engine.core.commands import facts
 from baton.engine.core.contract import CacheEvent, EngineStopped, Listener, cache_events
@@ -306,6 +306,13 @@ def test_a_long_run_of_one_kind_becomes_several_events() -> None:
     assert [key for event in events[1:] for key in event.keys] == keys
 
 
+async def snapshot(loop: EngineLoop) -> tuple[int, list[bytes]]:
+    """Of an engine without tiers."""
+    sequence, held = await loop.snapshot()
+    assert list(held) == [DEVICE]
+    return sequence, held[DEVICE]
+
+
 async def test_replayed_cache_events_reproduce_the_cache() -> None:
     """Events are numbered from 1 without gaps; the events up to the number of any snapshot give exactly its keys."""
     rng = random.Random(1)
@@ -319,10 +326,10 @@ async def test_replayed_cache_events_reproduce_the_cache() -> None:
                 await asyncio.sleep(0.001)
             if rng.random() < 0.3:
                 r.loop.tell(aborting(f"s{i}"))
-            snapshots.append(await r.loop.snapshot())
+            snapshots.append(await snapshot(r.loop))
             assert len(r.reported.events) >= snapshots[-1][0], "the events up to a snapshot must arrive before it"
         await until(lambda: not r.engine.sequences)
-        snapshots.append(await r.loop.snapshot())
+        snapshots.append(await snapshot(r.loop))
         assert [event.sequence for event in r.reported.events] == list(range(1, len(r.reported.events) + 1))
         assert {event.kind for event in r.reported.events} == {"stored", "removed"}
         assert all(event.keys for event in r.reported.events)
@@ -346,7 +353,7 @@ async def test_cache_changes_by_a_command_are_numbered_before_the_next_command()
                 engine.adopt(seq)
 
         r.loop.tell(fetch)
-        looking = asyncio.create_task(r.loop.snapshot())
+        looking = asyncio.create_task(snapshot(r.loop))
         await asyncio.sleep(0)
         r.runner.let(math.inf)
         sequence, keys = await looking
@@ -359,7 +366,7 @@ async def test_a_missing_event_would_be_detected() -> None:
         for i in range(6):
             await r.loop.call(adding(make_seq(f"s{i}", [i] * 20)))
             await until(lambda: not r.engine.sequences)
-        _, keys = await r.loop.snapshot()
+        _, keys = await snapshot(r.loop)
         del r.reported.events[len(r.reported.events) // 2]
         try:
             assert r.reported.replayed() != set(keys)

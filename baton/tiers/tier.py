@@ -1,0 +1,400 @@
+"""A store with threads of its own and bounds: whoever gives it work never waits, and what is too much is dropped and counted.
+
+One thread writes, at a bounded rate, and looks after the tier's state; others read, into memory of their own: a store that does not come
+back has no block of the pool. The writer's queue is bounded: when it is full, its oldest entry goes. The readers' is, too: a load that
+finds it full brings nothing, and the blocks are computed.
+
+State (`MOVES`): a store that fails, or does not answer for HANG_S, is off, with a warning, and is tried again after 1 s, 2 s, 4 s …
+RETRY_MAX_S; one that does not pay (`baton.tiers.worth`) rests. While a tier is off, nobody is told that it holds anything.
+"""
+
+import logging
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+from xxhash import xxh3_128_digest
+
+from baton.engine.core.block_key import KEY_BYTES
+from baton.moves import Moves
+from baton.tiers.choice import Measured, Rate
+from baton.tiers.store import Store, StoreFailed, Unit, Wanted
+from baton.tiers.worth import REST_S, Tally, Worth
+
+log = logging.getLogger(__name__)
+QUEUED_BYTES = 64 << 20  # units that wait to be written, at least one
+QUEUED_PIECES = 256  # of loads
+BATCH = 16  # units of one write
+PIECE, PIECE_BYTES = 8, 8 << 20  # units of one read, and their bytes: a reader has memory for so many
+HANG_S = 5.0
+LOOK_S = 1.0  # how often the writer looks after the state if there is nothing to write
+RETRY_S, RETRY_MAX_S = 1.0, 60.0
+JOIN_S = 5.0  # a thread that hangs in a call of the system cannot be stopped: the process exits without it
+
+
+class State(Enum):
+    ON = "on"
+    FAILED = "failed"  # the store refused something
+    PROBING = "probing"
+    RESTING = "resting"  # it cost more than it saved
+    CLOSED = "closed"
+
+
+MOVES = Moves(
+    {
+        (State.ON, "fail"): State.FAILED,
+        (State.FAILED, "probe"): State.PROBING,
+        (State.PROBING, "fail"): State.FAILED,
+        (State.PROBING, "answer"): State.ON,
+        (State.ON, "cost"): State.RESTING,
+        (State.RESTING, "try"): State.ON,
+        (State.ON, "close"): State.CLOSED,
+        (State.FAILED, "close"): State.CLOSED,
+        (State.PROBING, "close"): State.CLOSED,
+        (State.RESTING, "close"): State.CLOSED,
+    }
+)
+
+
+class Save(NamedTuple):
+    units: Sequence[tuple[bytes, memoryview]]  # key and content, which does not change until `done`
+    done: Callable[[], None]
+
+
+class Piece(NamedTuple):
+    """A part of a load, read in one call: at most `Tier.piece` units."""
+
+    keys: Sequence[bytes]
+    began: float
+    compute_s: float  # what computing these would take
+    take: Callable[[int, memoryview], None]  # the unit of this key is here, and has been verified; copied now
+    done: Callable[[], None]
+
+
+class Told(NamedTuple):
+    """What a tier says of itself."""
+
+    medium: str
+    state: str
+    why: str  # it is off
+    units: int
+    capacity: int
+    tally: Tally
+    saved_s: float  # lately
+    spent_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    save_bytes_per_s: float | None = None  # None: as fast as the store takes it
+    readers: int = 1  # threads
+
+
+class Tier:
+    """`moved(stored, keys)` is told, in some thread, what the tier gained or lost."""
+
+    below: "Tier | None" = None  # gets what this one has no more room for
+    units = 0  # keys that `moved` was told of and that are still here
+
+    def __init__(
+        self, store: Store, bounds: Bounds, moved: Callable[[bool, list[bytes]], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.store = store
+        self.medium = store.medium
+        self.state = State.ON
+        self.why = ""  # it is off
+        self._bounds = bounds
+        self._moved = moved
+        self._clock = clock
+        self.worth = Worth(clock())
+        self._rate = Measured()
+        self._lock = threading.Lock()  # over the queues, the state and the worth; never held while a store is asked
+        self._to_write, self._to_read = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._saves: deque[Save] = deque()
+        self._drops: list[bytes] = []
+        self._writing: Save | None = None
+        self._most = max(1, QUEUED_BYTES // store.unit_bytes)
+        self.piece = max(1, min(PIECE, PIECE_BYTES // store.unit_bytes))
+        self._pieces: deque[Piece] = deque()
+        self._asking: dict[int, float] = {}  # thread that asks the store → since when
+        self._told: dict[bytes, None] = {}  # keys that `moved` was told of and that are still here
+        self._told_lock = threading.Lock()  # what is told and how it is told are in one order
+        self._next_write = 0.0  # when the rate allows it
+        self._retry_s, self._retry_at = RETRY_S, 0.0
+        writer = threading.Thread(target=self._write, name=f"{self.medium}-writer", daemon=True)
+        names = (f"{self.medium}-reader-{i}" for i in range(bounds.readers))
+        self._threads = [writer, *(threading.Thread(target=self._read, name=name, daemon=True) for name in names)]
+
+    def start(self) -> None:
+        self._tell(True, self.store.keys())
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def on(self) -> bool:
+        return self.state is State.ON
+
+    def rate(self, now: float) -> Rate | None:
+        return self._rate.at(now)
+
+    def told(self, now: float) -> Told:
+        with self._lock:
+            saved_s, spent_s = self.worth.lately(now)
+            return Told(
+                self.medium, self.state.value, self.why, self.units, self.store.capacity, replace(self.worth.tally), saved_s, spent_s
+            )
+
+    def save(self, save: Save) -> None:
+        """Never waits. `done` is called in any case, also now."""
+        dropped: list[Save] = []
+        with self._lock:
+            if self.on:
+                self._saves.append(save)
+                while len(self._saves) > 1 and sum(len(each.units) for each in self._saves) > self._most:
+                    dropped.append(self._saves.popleft())
+                self.worth.tally.dropped += sum(len(each.units) for each in dropped)
+                self._to_write.notify()
+            else:
+                dropped.append(save)
+        for each in dropped:
+            each.done()
+
+    def load(self, piece: Piece) -> None:
+        """Never waits. `done` is called in any case, also now."""
+        with self._lock:
+            taken = self.on and len(self._pieces) < QUEUED_PIECES
+            if taken:
+                self._pieces.append(piece)
+                self._to_read.notify()
+        if not taken:
+            piece.done()
+
+    def watch(self, now: float) -> None:
+        """Now and then: a store that does not answer is off. Never waits."""
+        if self.on and self._hangs(now):
+            self._fail(StoreFailed(f"it has not answered for {HANG_S:.0f} s"))
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Never waits. What is being read at this moment may still come."""
+        with self._lock:
+            self._drops += keys
+            gone = set(keys)
+            for i, save in enumerate(self._saves):
+                if not gone.isdisjoint(key for key, _ in save.units):
+                    self._saves[i] = Save([unit for unit in save.units if unit[0] not in gone], save.done)
+            self._to_write.notify()
+
+    def close(self) -> None:
+        with self._lock:
+            self.state = MOVES.after(self.state, "close", f"tier {self.medium}")
+            self._to_write.notify_all()
+            self._to_read.notify_all()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(JOIN_S)
+        self._abandon()
+        self.store.close()
+
+    def _write(self) -> None:
+        while self.state is not State.CLOSED:
+            self._drop()
+            save = self._due()
+            if save is None:
+                self._look()
+                continue
+            try:
+                if self.on:
+                    self._put(save.units)
+            except StoreFailed as error:
+                self._fail(error)
+            finally:
+                with self._lock:
+                    save, self._writing = self._writing, None
+                if save is not None:  # nobody has given it up
+                    save.done()
+
+    def _due(self) -> Save | None:
+        with self._lock:
+            wait_s = LOOK_S if not self._saves else self._next_write - self._clock()
+            wait_s = 0.0 if self._drops else wait_s
+            if wait_s > 0 and self.state is not State.CLOSED:
+                self._to_write.wait(min(wait_s, LOOK_S))
+            if not self._saves or self._next_write > self._clock():
+                return None
+            self._writing = self._saves.popleft()
+            return self._writing
+
+    def _put(self, units: Sequence[tuple[bytes, memoryview]]) -> None:
+        began, store = time.thread_time(), self.store
+        news = [unit for unit, held in zip(units, store.holds([key for key, _ in units]), strict=True) if not held]
+        for start in range(0, len(news), BATCH):
+            batch = [Unit(key, xxh3_128_digest(data), data) for key, data in news[start : start + BATCH]]
+            self._hand_down(len(batch))
+            with self._asks():
+                lost = store.put(batch)
+            self._tell(True, [unit.key for unit in batch])
+            self._tell(False, lost)
+        now = self._clock()
+        with self._lock:
+            self.worth.wrote(len(news), store.unit_bytes, time.thread_time() - began, now)
+            if self._bounds.save_bytes_per_s is not None:
+                self._next_write = max(now, self._next_write) + len(news) * store.unit_bytes / self._bounds.save_bytes_per_s
+
+    def _hand_down(self, count: int) -> None:
+        """Makes room for `count` units. Those that have to go for them are read first, for the tier below."""
+        below, store = self.below, self.store
+        victims = max(0, self.units + count - store.capacity)
+        if below is None or not below.on or not victims:
+            return
+        keys = store.keys()[:victims]
+        keys = [key for key, held in zip(keys, below.store.holds(keys), strict=True) if not held]
+        copies = [memoryview(bytearray(store.unit_bytes)) for _ in keys]
+        with self._asks():
+            read = store.get([Wanted(key, into) for key, into in zip(keys, copies, strict=True)])
+        store.drop(keys)  # reading them has made them the youngest
+        self._tell(False, keys)
+        below.save(Save([unit for unit, good in zip(zip(keys, copies, strict=True), read, strict=True) if good], lambda: None))
+
+    def _drop(self) -> None:
+        with self._lock:
+            keys, self._drops = self._drops, []
+        if keys:
+            self.store.drop(keys)
+            self._tell(False, keys)
+
+    def _read(self) -> None:
+        size = self.store.unit_bytes
+        memory = memoryview(mmap.mmap(-1, self.piece * size))  # aligned, as direct I/O wants it
+        places = [memory[i * size : (i + 1) * size] for i in range(self.piece)]
+        while (piece := self._next_piece()) is not None:
+            came, began = [False] * len(piece.keys), self._clock()
+            try:
+                if self.on:
+                    with self._asks():
+                        came = self.store.get([Wanted(*one) for one in zip(piece.keys, places, strict=False)])
+                for i, good in enumerate(came):
+                    if good:
+                        piece.take(i, places[i])
+            except StoreFailed as error:
+                self._fail(error)
+            finally:
+                self._note(piece, came, began)
+                piece.done()
+
+    @contextmanager
+    def _asks(self) -> Iterator[None]:
+        me = threading.get_ident()
+        self._asking[me] = self._clock()
+        try:
+            yield
+        finally:
+            del self._asking[me]
+
+    def _hangs(self, now: float) -> bool:
+        return any(now - since > HANG_S for since in list(self._asking.values()))
+
+    def _next_piece(self) -> Piece | None:
+        with self._lock:
+            while not self._pieces and self.state is not State.CLOSED:
+                self._to_read.wait()
+            return self._pieces.popleft() if self._pieces else None
+
+    def _note(self, piece: Piece, came: list[bool], began: float) -> None:
+        now, asked, good, size = self._clock(), len(came), sum(came), self.store.unit_bytes
+        saved_s = piece.compute_s * good / asked if now - piece.began <= piece.compute_s else 0.0  # later, it was computed
+        with self._lock:
+            self.worth.read(asked, good, size, now - began, saved_s, now)
+            if good:
+                self._rate.note(good * size, began - piece.began, now - began, now)
+        if good < asked:
+            self._tell(False, [key for key, whole in zip(piece.keys, came, strict=True) if not whole])
+
+    def _tell(self, stored: bool, keys: Sequence[bytes] | None = None) -> None:
+        """None: all keys that it was told of."""
+        with self._told_lock:
+            if stored and not self.on:  # another thread has found that the store fails
+                return
+            changed = [key for key in dict.fromkeys(self._told if keys is None else keys) if (key in self._told) != stored]
+            for key in changed:
+                if stored:
+                    self._told[key] = None
+                else:
+                    del self._told[key]
+            self.units = len(self._told)
+            if changed:
+                self._moved(stored, changed)
+
+    def _look(self) -> None:
+        """Goes back on when it is time, and off if it does not pay."""
+        now = self._clock()
+        if self.state is State.FAILED and now >= self._retry_at and not self._hangs(now):
+            self._probe(now)
+        elif self.state is State.RESTING and now >= self._retry_at:
+            with self._lock:
+                self._move("try")
+                self.worth.begin(now)
+            self._return()
+        elif self.on and not self.worth.pays(now):
+            saved, spent = self.worth.lately(now)
+            self._off("cost", f"it saved {saved:.1f} s and cost {spent:.1f} s lately", now + REST_S)
+
+    def _probe(self, now: float) -> None:
+        store, key, data = self.store, os.urandom(KEY_BYTES), os.urandom(self.store.unit_bytes)
+        with self._lock:
+            self._move("probe")
+        try:
+            with self._asks():
+                lost = store.put([Unit(key, xxh3_128_digest(data), memoryview(data))])
+                if key not in lost and not store.get([Wanted(key, memoryview(bytearray(len(data))))])[0]:
+                    raise StoreFailed("what was just written cannot be read")
+                store.drop([key])
+        except StoreFailed as error:
+            self._fail(error)
+            return
+        with self._lock:
+            self._move("answer")
+            self._retry_s = RETRY_S
+            self.worth.begin(now)
+        self._return()
+
+    def _return(self) -> None:
+        log.warning("the tier %s is back", self.medium)
+        self.why = ""
+        self._tell(True, self.store.keys())
+
+    def _fail(self, error: Exception) -> None:
+        self._off("fail", str(error), self._clock() + self._retry_s)
+        self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
+
+    def _off(self, event: str, why: str, until: float) -> None:
+        with self._lock:
+            if (self.state, event) not in MOVES:  # another thread was first, or it is closed
+                return
+            quiet = self.state is State.PROBING
+            self._move(event)
+            self.why, self._retry_at = why, until
+        if not quiet:
+            log.warning("the tier %s is off: %s", self.medium, why)
+        self._tell(False)
+        self._abandon()
+
+    def _abandon(self) -> None:
+        with self._lock:
+            saves, pieces = [*self._saves, *([self._writing] if self._writing else [])], list(self._pieces)
+            self._writing = None
+            self._saves.clear()
+            self._pieces.clear()
+        for save in saves:
+            save.done()
+        for piece in pieces:
+            piece.done()
+
+    def _move(self, event: str) -> None:
+        self.state = MOVES.after(self.state, event, f"tier {self.medium}")

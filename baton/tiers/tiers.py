@@ -1,0 +1,127 @@
+"""The tiers under one pool, the nearest first. Implements `baton.engine.core.colder.Tiers`.
+
+What leaves the pool goes to the first tier that is on; what leaves a tier goes to the next. A load is cut into pieces, which the tiers that
+hold them read at once; it has landed when all of them have ended, or is cancelled.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from baton.engine.core.colder import Policy, Report
+from baton.engine.core.kvcache import KvLayout, KvPool, Pool
+from baton.tiers.choice import units_to_load
+from baton.tiers.store import Store
+from baton.tiers.tier import Bounds, Piece, Save, Tier, Told
+
+log = logging.getLogger(__name__)
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+MakeStores = Callable[[KvLayout], list[tuple[Store, Bounds]]]
+
+
+class Tiers:
+    def __init__(self, make: MakeStores, policy: Policy) -> None:
+        """`make`: the stores for a pool of this layout, the nearest first; it may wait, and raises ValueError, which names the
+        configuration key."""
+        self.policy = policy
+        self.tiers: list[Tier] = []
+        self._make = make
+        self._loads: dict[int, _Load] = {}
+
+    def open(self, pool: Pool, report: Report) -> None:
+        if not isinstance(pool, KvPool):
+            raise ValueError("tiers: need engine.device cpu")
+        self._pool, self._report = pool, report
+        for store, bounds in self._make(pool.layout):
+            tier = Tier(store, bounds, partial(self._moved, store.medium))
+            if self.tiers:
+                self.tiers[-1].below = tier
+            self.tiers.append(tier)
+        self._by_medium = {tier.medium: tier for tier in self.tiers}
+        for tier in self.tiers:
+            tier.start()
+            log.info("tier %s: room for %d blocks, holds %d", tier.medium, tier.store.capacity, tier.units)
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            tier.close()
+
+    @property
+    def media(self) -> list[str]:
+        return [tier.medium for tier in self.tiers]
+
+    @property
+    def saves_to(self) -> str | None:
+        return next((tier.medium for tier in self.tiers if tier.on), None)
+
+    def save(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        tier = next((tier for tier in self.tiers if tier.on), self.tiers[0])
+        tier.save(Save([(key, self._pool.block(block)) for block, key in blocks], partial(self._report.saved, blocks)))
+
+    def worth_loading(self, media: Sequence[str], compute_s: float | None, now: float) -> int:
+        rates = {tier.medium: tier.rate(now) for tier in self.tiers}
+        return units_to_load([rates[medium] for medium in media], self._pool.layout.block_bytes, compute_s)
+
+    def load(self, number: int, wanted: Sequence[tuple[int, bytes, str]], compute_s: float) -> None:
+        began = time.monotonic()
+        self._loads[number] = load = _Load([self._pool.array[block] for block, _, _ in wanted], partial(self._report.landed, number))
+        for medium, tier in self._by_medium.items():
+            places = [i for i, (_, _, where) in enumerate(wanted) if where == medium]
+            for start in range(0, len(places), tier.piece):
+                part = places[start : start + tier.piece]
+                keys, done = [wanted[i][1] for i in part], partial(load.done, len(part))
+                tier.load(Piece(keys, began, len(part) * compute_s, partial(load.take, part), done))
+
+    def end(self, number: int) -> list[bool]:
+        return self._loads.pop(number).end()
+
+    def watch(self, now: float) -> None:
+        for tier in self.tiers:
+            tier.watch(now)
+
+    def told(self) -> list[Told]:
+        """For people and metrics; in any thread."""
+        return [tier.told(time.monotonic()) for tier in self.tiers]
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        for tier in self.tiers:
+            tier.drop(keys)
+
+    def _moved(self, medium: str, stored: bool, keys: list[bytes]) -> None:
+        self._report.moved(stored, medium, keys)
+
+
+class _Load:
+    """What has come of one load, and where it goes. `landed` is called once, when there is nothing more to come."""
+
+    def __init__(self, into: list[Bytes], landed: Callable[[], None]) -> None:
+        self._into = into
+        self._arrived = [False] * len(into)
+        self._left = len(into)
+        self._landed = landed
+        self._ended = False
+        self._lock = threading.Lock()  # over the memory, too
+
+    def take(self, places: Sequence[int], i: int, unit: memoryview) -> None:
+        with self._lock:
+            if not self._ended:
+                self._into[places[i]][:] = np.frombuffer(unit, np.uint8)
+                self._arrived[places[i]] = True
+
+    def done(self, count: int) -> None:
+        with self._lock:
+            self._left -= count
+            over = self._left == 0
+        if over:
+            self._landed()
+
+    def end(self) -> list[bool]:
+        """Which have arrived. Nothing more does."""
+        with self._lock:
+            self._ended = True
+            return self._arrived

@@ -1,0 +1,75 @@
+"""The tiers of one worker, as `tiers` in the configuration describes them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from baton.cluster.config_engine import TiersConfig
+from baton.cluster.records import TierRecord
+from baton.engine.core.colder import Policy
+from baton.engine.core.kvcache import KvLayout
+from baton.tiers.disk_folder import padded
+from baton.tiers.disk_store import DiskStore
+from baton.tiers.kind import Kind
+from baton.tiers.memory_store import MemoryStore
+from baton.tiers.sealed_store import SEAL_BYTES, SealedStore, read_secret, seal_name
+from baton.tiers.store import Store
+from baton.tiers.tier import Bounds, Told
+from baton.tiers.tiers import Tiers
+
+MIB = 1 << 20
+DISK_READERS = 2
+T = TypeVar("T")
+
+
+def make_tiers(config: TiersConfig, name: str) -> Tiers | None:
+    """`name`: of the worker; a worker that is started again with it finds what it had kept on a disk."""
+    if not config.any:
+        return None
+    return Tiers(lambda layout: _stores(config, name, layout), Policy(config.save == "at_once", config.wait_s))
+
+
+def records(tiers: Tiers | None) -> tuple[TierRecord, ...]:
+    """For people."""
+    return tuple(_record(tier) for tier in tiers.told()) if tiers is not None else ()
+
+
+def _record(told: Told) -> TierRecord:
+    reads, hits, gain = told.tally.reads, told.tally.hits, (round(told.saved_s, 3), round(told.spent_s, 3))
+    return TierRecord(told.medium, told.state, told.why, told.units, told.capacity, reads, hits, *gain)
+
+
+def _stores(config: TiersConfig, name: str, layout: KvLayout) -> list[tuple[Store, Bounds]]:
+    """Raises ValueError, which names the key."""
+    made: list[tuple[Store, Bounds]] = []
+    rate, size = None if config.save_mib_per_s is None else config.save_mib_per_s * MIB, layout.block_bytes
+    if config.memory_mib is not None:
+        room = _room("memory_mib", config.memory_mib, size)
+        made.append((_named("memory_mib", lambda: MemoryStore(size, room)), Bounds(rate)))
+    if config.disk is not None and config.disk_mib is not None:
+        made.append((_disk(config, Path(config.disk) / name, config.disk_mib, layout), Bounds(rate, DISK_READERS)))
+    return made
+
+
+def _disk(config: TiersConfig, folder: Path, mib: int, layout: KvLayout) -> Store:
+    if config.key_file is None:
+        room = _room("disk_mib", mib, padded(layout.block_bytes))
+        return _named("disk", lambda: DiskStore(folder, Kind(layout.fingerprint, layout.block_bytes), room))
+    key_file, size = Path(config.key_file), layout.block_bytes + SEAL_BYTES
+    secret, room = _named("key_file", lambda: read_secret(key_file)), _room("disk_mib", mib, padded(size))
+    kind = Kind(layout.fingerprint, size, seal_name(secret))
+    return SealedStore(_named("disk", lambda: DiskStore(folder, kind, room)), secret)
+
+
+def _room(key: str, mib: int, size: int) -> int:
+    """How many units fit."""
+    if mib * MIB < size:
+        raise ValueError(f"tiers.{key}: {mib} MiB hold no block: one takes {size / MIB:.1f} MiB")
+    return mib * MIB // size
+
+
+def _named(key: str, make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except ValueError as error:
+        raise ValueError(f"tiers.{key}: {error}") from None

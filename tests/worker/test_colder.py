@@ -1,0 +1,127 @@
+"""What `tiers` in the configuration makes, with the stores that it names; and what it refuses, by key."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiered import UNIT, Tiered, make_seq, tiered, until
+
+from baton.cluster.config_engine import TiersConfig
+from baton.cluster.metrics import Book
+from baton.engine.build import BuildError
+from baton.engine.core.block_key import DISK, HOST
+from baton.engine.core.contract import Listener
+from baton.engine.core.kvcache import KvLayout
+from baton.engine.core.sequence import Sequence
+from baton.engine.core.toy import naive
+from baton.engine.options import EngineOptions, ModelOptions, Options
+from baton.engine.start import start_engine
+from baton.tiers.tiers import Tiers
+from baton.worker.colder import make_tiers
+from baton.worker.meter import Meter
+
+MIB = 1 << 20
+ROOM = MIB // UNIT  # blocks of the toy
+
+
+def made(name: str = "prefill-0", **keys: Any) -> Tiers:
+    tiers = make_tiers(TiersConfig(wait_s=20.0, **keys), name)
+    assert tiers is not None
+    return tiers
+
+
+async def say(t: Tiered, name: str, number: int, length: int = 33) -> Sequence:
+    seq = make_seq(name, [(number * 37 + i * 11 + i // 256) % 256 for i in range(length)])
+    await t.run(seq)
+    await t.settled()
+    assert seq.tokens[seq.prompt_len :] == naive(seq.tokens[: seq.prompt_len], seq.params, 8)
+    return seq
+
+
+def _ignore(told: object) -> None: ...
+
+
+def test_without_a_tier_there_are_none() -> None:
+    assert make_tiers(TiersConfig(), "prefill-0") is None
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+async def test_what_the_memory_has_no_more_room_for_comes_back_from_the_disk(tmp_path: Path, sealed: bool) -> None:
+    keys: dict[str, Any] = {"memory_mib": 1, "disk": str(tmp_path / "kv"), "disk_mib": 32}
+    if sealed:
+        (tmp_path / "key").write_text(os.urandom(32).hex())
+        keys["key_file"] = str(tmp_path / "key")
+    length = 1025
+    async with tiered(blocks=300, tiers=made(**keys)) as t:
+        for number in range(3 + ROOM // (length // 4)):
+            await say(t, f"a{number}", number, length)
+        await until(lambda: t.held(DISK))
+        again = await say(t, "b", 0, length)
+        assert again.prefilled < length // 2, "most of it was loaded"
+        assert t.tiers.tiers[1].worth.tally.hits > 0
+
+
+async def test_a_worker_of_the_same_name_finds_what_it_kept_and_another_does_not(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"disk": str(tmp_path), "disk_mib": 8, "save": "at_once"}
+    async with tiered(blocks=64, tiers=made(**keys)) as t:
+        await say(t, "a", 1)
+        await until(lambda: len(t.held(DISK)) >= 8)
+    async with tiered(blocks=64, tiers=made(**keys)) as t:
+        assert (await say(t, "b", 1)).prefilled == 0
+    async with tiered(blocks=64, tiers=made("prefill-1", **keys)) as t:
+        assert (await say(t, "c", 1)).prefilled == 32
+
+
+async def test_metrics_tell_what_each_tier_did() -> None:
+    book = Book("prefill", "prefill-0", "toy")
+    async with tiered(tiers=made(memory_mib=1)) as t:
+        membership, tracer = SimpleNamespace(reachable=True, reconnects=0), SimpleNamespace(exported=0, dropped=0)
+        Meter(book, membership, tracer).tell_tiers(t.tiers.told)  # type: ignore[arg-type]
+        for number in (1, 2, 3, 1):
+            await say(t, f"{number}-{len(t.outputs)}", number)
+        told = {family.name: family.series[0].value for family in book.families() if family.name.startswith("baton_tier") and family.series}
+        assert told["baton_tier_hits_total"] == told["baton_tier_reads_total"] > 0 and told["baton_tier_on"] == 1
+        assert told["baton_tier_read_bytes_total"] == told["baton_tier_hits_total"] * UNIT
+        assert told["baton_tier_blocks"] * UNIT == told["baton_tier_written_bytes_total"] > 0
+        gain = told["baton_tier_saved_seconds_total"] - told["baton_tier_spent_seconds_total"]
+        assert told["baton_tier_gain_seconds"] == pytest.approx(gain)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"memory_mib": 1}, "tiers.memory_mib: 1 MiB hold no block: one takes 4.0 MiB"),
+        ({"memory_mib": 1 << 30}, "tiers.memory_mib: .* more than this machine has"),
+        ({"disk": "KV", "disk_mib": 3}, "tiers.disk_mib: 3 MiB hold no block"),
+        ({"disk": "KV", "disk_mib": 1 << 40}, "tiers.disk: "),
+        ({"disk": "KV", "disk_mib": 64, "key_file": "none"}, "tiers.key_file: none cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_key(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    if "disk" in keys:
+        keys = {**keys, "disk": str(tmp_path / "kv")}
+    layout = KvLayout("m", "float32", 16, 32, 8, 128)
+    assert layout.block_bytes == 4 * MIB
+    with pytest.raises(ValueError, match=message):
+        made(**keys)._make(layout)
+
+
+async def test_a_folder_of_another_model_is_refused_and_nothing_in_it_is_lost(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"disk": str(tmp_path), "disk_mib": 8, "save": "at_once"}
+    async with tiered(blocks=64, tiers=made(**keys)) as t:
+        await say(t, "a", 1)
+        await until(lambda: len(t.held(DISK)) >= 8)
+    with pytest.raises(ValueError, match=r"tiers\.disk: .* holds KV of another model or layout: fingerprint"):
+        made(**keys)._make(KvLayout("another", "float32", 4, 1, 1, 64))
+    async with tiered(blocks=64, tiers=made(**keys)) as t:
+        assert (await say(t, "b", 1)).prefilled == 0
+        assert HOST not in t.tiers.media
+
+
+@pytest.mark.parametrize("engine", [{"kind": "vllm"}, {"device": "cuda"}, {"prefix_caching": False}])
+async def test_tiers_are_refused_where_no_pool_of_ours_is_above_them(tmp_path: Path, engine: dict[str, Any]) -> None:
+    options = Options(ModelOptions(path=str(tmp_path)), EngineOptions(**{"device": "cpu", **engine}))
+    with pytest.raises(BuildError, match=r"tiers\.memory_mib and tiers\.disk need engine\.kind baton"):
+        await start_engine(options, Listener(_ignore, _ignore, _ignore), tiers=made(memory_mib=1))
