@@ -41,6 +41,8 @@ TYPES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"weight_dtype": "int8"},
     "int4": {"weight_dtype": "int4"},
+    "float32/int8": {"kv_dtype": "int8"},
+    "bfloat16/int8": {"dtype": "bfloat16", "kv_dtype": "int8"},
 }
 MOST_GUESSES = 6
 TOPICS = (

@@ -74,7 +74,9 @@ def loaded(
     spread: float = 0.02,
 ) -> ModelRunner:
     """A runner of a random model whose widths are divided by `scale`. `precision`: float32, bfloat16, or int8 or int4 with the rest in
-    float32; `products`: what multiplies matrices; `spread`: the standard deviation of the weights."""
+    float32; after a slash, the type of KV that is stored in another. `products`: what multiplies matrices; `spread`: the standard deviation
+    of the weights."""
+    precision, _, stored = precision.partition("/")
     fields = SIZES | FAMILIES[family] | {"num_hidden_layers": layers, "max_position_embeddings": 2 * TOKENS, "eos_token_id": 1}
     fields |= {name: fields[name] // scale for name in WIDTHS if fields.get(name)}
     with tempfile.TemporaryDirectory() as folder:
@@ -89,9 +91,8 @@ def loaded(
     dtype = "float32" if rounded else precision
     ops = choose_ops(cpu, DTYPES[dtype], compiled, products)
     model = Transformer(config, read, DTYPES[dtype], cpu, ops, precision if rounded else "auto")
-    layout = KvLayout(
-        family, dtype, BLOCK, config.layers, config.kv_heads, config.head_dim, parts=config.kv_parts, value_dim=config.kv_value_dim
-    )
+    dims = config.layers, config.kv_heads, config.head_dim
+    layout = KvLayout(family, dtype, BLOCK, *dims, parts=config.kv_parts, value_dim=config.kv_value_dim, stored=stored)
     runner = ModelRunner(model, layout, cpu)
     runner.attach(KvPool(layout, TOKENS // BLOCK + 1))
     return runner

@@ -101,6 +101,8 @@ def _load(options: Options, config: Mapping[str, Any]) -> tuple[Any, Options]:
     if config.get("architectures") == [toy.ARCHITECTURE]:
         if options.engine.device != "cpu":
             raise BuildError(f"engine.device: the toy computes on a CPU, not on {options.engine.device}")
+        if options.engine.kv_stored:
+            raise BuildError(f"engine.kv_dtype: the toy's KV are exact sums, which {options.engine.kv_dtype} cannot hold; leave it at auto")
         options = _settled(options, config, DeviceFacts("cpu"))
         return toy.ToyRunner.load(options.path, fingerprint(options.path), options.block_size), options
     # Torch is loaded only here, so that a toy cluster starts without it.
@@ -131,7 +133,8 @@ def pool_bytes(options: Options) -> int:
 
     config, options = read_config(options.path), settle(options, DeviceFacts("cpu")).options
     dims = config.layers, config.kv_heads, config.head_dim
-    layout = KvLayout("", options.model.dtype, options.block_size, *dims, parts=config.kv_parts, value_dim=config.kv_value_dim)
+    parts, stored = config.kv_parts, options.engine.kv_stored
+    layout = KvLayout("", options.model.dtype, options.block_size, *dims, parts=parts, value_dim=config.kv_value_dim, stored=stored)
     try:
         layout = replace(layout, draft=draft_kv(options))
     except ValueError as error:

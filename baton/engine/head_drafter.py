@@ -69,7 +69,7 @@ class HeadDrafter(Drafter):
 
     def attach(self, kv: Tensor) -> None:
         ops = self._head.ops
-        self._paged = PagedKv(kv, self.kv.value_dim, ops.attention, None, DTYPES[self.kv.dtype])
+        self._paged = PagedKv(kv, self.kv.value_dim, ops.attention(""), None, DTYPES[self.kv.dtype])
 
     @torch.inference_mode()
     def follow(self, batch: Seq[Chunk], hidden: Tensor | None, yields: Seq[Tokens]) -> None:

@@ -146,6 +146,12 @@ class EngineOptions(Section):
         " With int4, the matrix that makes logits is int8.",
         "baton.engine.runner",
     )
+    kv_dtype: Literal["auto", "int8"] = option(
+        "auto",
+        "Type of the KV pool. auto: as model.dtype. int8: each token's key and value of a head are rounded to 255 levels, with a scale; the"
+        " same memory holds up to twice (bfloat16) or four times (float32) as many tokens. All workers must use the same type.",
+        "baton.engine.build",
+    )
     equal_arithmetic: bool = option(
         False,
         "Let workers continue each other's streams and read each other's KV although their GPUs, attention kernels or CPUs differ, so that"
@@ -209,6 +215,11 @@ class EngineOptions(Section):
     @property
     def kv_memory_bytes(self) -> int | None:
         return None if self.kv_memory_mib is None else int(self.kv_memory_mib * MIB)
+
+    @property
+    def kv_stored(self) -> str:
+        """As in `KvLayout.stored`."""
+        return "" if self.kv_dtype == "auto" else self.kv_dtype
 
     @property
     def staging_bytes(self) -> int | None:

@@ -109,7 +109,7 @@ class ModelRunner:
         `choose`: what computes the layers' operations. Raises CheckpointError for a folder that cannot be served, ValueError for a type
         that this processor cannot multiply.
         """
-        path, dtype, weight_dtype = options.path, options.model.dtype, options.engine.weight_dtype
+        path, dtype, weight_dtype, stored = options.path, options.model.dtype, options.engine.weight_dtype, options.engine.kv_stored
         config = read_config(path)
         return_memory()
         checkpoint = Checkpoint(path, config)
@@ -128,7 +128,7 @@ class ModelRunner:
         arithmetic = DECLARED if options.engine.equal_arithmetic else f"{where.type}, {model.ops.arithmetic}"
         log.info("arithmetic: %s", arithmetic)
         layout = KvLayout(
-            computed_by(f"{fingerprint(path)}-{dtype}{ROUNDED[weight_dtype]}", arithmetic),
+            computed_by(f"{fingerprint(path)}-{dtype}{ROUNDED[weight_dtype]}{stored and f'-kv_{stored}'}", arithmetic),
             dtype,
             options.block_size,
             config.layers,
@@ -136,6 +136,7 @@ class ModelRunner:
             config.head_dim,
             parts=config.kv_parts,
             value_dim=config.kv_value_dim,
+            stored=stored,
         )
         return cls(model, layout, where)
 
@@ -161,7 +162,7 @@ class ModelRunner:
 
     def use(self, kv: Tensor, scales: Tensor | None = None) -> None:
         """Keys and values will live in `kv`; `scales`: what `KvLayout.views` calls so."""
-        kernels = None if self.layout.stored else self.model.ops.attention  # they read numbers of the model's own type
+        kernels = self.model.ops.attention(self.layout.stored)
         self._paged = paged = PagedKv(kv, self.layout.value_dim, kernels, scales, DTYPES[self.layout.dtype])
         self.separates_output = paged.kernels is not None and not self.model.ops.recurring
         if self.model.ops.records and paged.kernels is not None:

@@ -85,7 +85,7 @@ def _pair_draft(runner: Any, options: Options, folder: Path) -> None:
             raise ValueError(f"{folder} has a vocabulary of {config.vocab} tokens, the model has {runner.vocab_size}")
         if config.max_positions < longest:
             raise ValueError(f"{folder} has a context of {config.max_positions} tokens, a sequence may have {longest}")
-        draft = load(ModelRunner, options.but(path=str(folder), weight_dtype=engine.draft_dtype))
+        draft = load(ModelRunner, options.but(path=str(folder), weight_dtype=engine.draft_dtype, kv_dtype="auto"))
     except (ValueError, OSError) as error:
         raise ValueError(f"engine.draft_model: {error}") from None
     runner.pair(DraftModel(draft, engine.speculation_tokens))

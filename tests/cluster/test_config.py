@@ -43,6 +43,7 @@ LEGAL = {
     "decode.gpus": "2.0",
     "engine.attention_backend": "triton",
     "engine.weight_dtype": "int8",
+    "engine.kv_dtype": "int8",
     "engine.products": "onednn",
     "kv.transport": "tcp",
     "model.generation_config": "baton",

@@ -25,6 +25,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int8": 1,
 PROBE_BYTES = 4 << 20  # of one probe of a transport: enough to measure a rate, and soon read
 PROBE_BLOCKS = 16  # at most
 LINE = 64  # bytes of a cache line
+WORD = 8  # bytes that a device copies and digests at a time
 PROBE_PIECES = 5  # in a device's pool: one with known content, and one for each way to land in
 
 
@@ -81,21 +82,22 @@ class KvLayout:
         found = {"kv": View(self.stored or self.dtype, self.block_shape, 0)}
         end = found["kv"].nbytes
         if self.stored:
-            found["scales"] = View("float32", self.block_shape[:-1], end)
-            end += found["scales"].nbytes
+            found["scales"] = View("float32", self.block_shape[:-1], _whole_lines(end))
+            end = found["scales"].offset + found["scales"].nbytes
         if self.draft is not None:
             d = self.draft
             shape = (d.num_layers, d.parts, d.num_kv_heads, self.block_size, d.head_dim)
-            found["draft"] = View(d.dtype, shape, -(-end // LINE) * LINE)
+            found["draft"] = View(d.dtype, shape, _whole_lines(end))
         return found
 
     @property
     def block_bytes(self) -> int:
-        """A whole number of rows, so that what one head has in one block is a row of one table over the whole pool; the draft's, too."""
+        """A whole number of rows, so that what one head has in one block is a row of one table over the whole pool; the draft's, too. With
+        scales, also of 64-bit words."""
         views = self.views
         used = max(view.offset + view.nbytes for view in views.values())
         rows = (view.shape[-2] * view.shape[-1] * DTYPE_BYTES[view.dtype] for name, view in views.items() if name != "scales")
-        row = lcm(*rows)
+        row = lcm(*rows, WORD if self.stored else 1)
         return -(-used // row) * row
 
     @property
@@ -110,13 +112,18 @@ class KvLayout:
         return blake2b(text.encode(), digest_size=16).digest()
 
     def difference(self, other: "KvLayout") -> str | None:
-        """The first field that differs, as text that names it, or None."""
+        """The first field that differs, as text that names it, or None. The fingerprint comes last: most other fields change it, too."""
         return _difference(self, other) if self != other else None
+
+
+def _whole_lines(size: int) -> int:
+    return -(-size // LINE) * LINE
 
 
 def _difference(mine: Any, theirs: Any) -> str:
     """Of two unequal objects of one dataclass."""
-    name = next(f.name for f in fields(mine) if getattr(mine, f.name) != getattr(theirs, f.name))
+    differ = [f.name for f in fields(mine) if getattr(mine, f.name) != getattr(theirs, f.name)]
+    name = min(differ, key=lambda name: name.endswith("fingerprint"))
     here, there = getattr(mine, name), getattr(theirs, name)
     if isinstance(here, DraftKv) and isinstance(there, DraftKv):
         return f"{name}.{_difference(here, there)}"

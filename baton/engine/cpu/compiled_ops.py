@@ -1,7 +1,7 @@
 """The operations of a layer on compiled kernels.
 
-Importing this module compiles them, which takes seconds, or loads what an earlier process compiled; the kernels of experts, int8 and int4
-are compiled when the first model that needs them is loaded. The import fails if Numba cannot
+Importing this module compiles them, which takes seconds, or loads what an earlier process compiled; those of experts, int8, int4 and
+KV as int8 are compiled when the first model that needs them is loaded. The import fails if Numba cannot
 compile for this processor, or if torch's threads are not GNU's OpenMP; `baton.engine.choice.choose_ops` then keeps plain torch.
 """
 
@@ -26,7 +26,7 @@ ATTENTION = Kernels(attend_in_place, attend_span, store)
 class CompiledOps(Ops):
     """float32 and bfloat16 on the CPU."""
 
-    attention, draw, records = ATTENTION, staticmethod(draw), True
+    draw, records = staticmethod(draw), True
     at_once = 512  # products are as fast as with a whole step of 2,048, and gate and up take a fourth of its memory
 
     def __init__(self, products: str = "auto") -> None:
@@ -35,6 +35,13 @@ class CompiledOps(Ops):
         self._products = products
         self.recurring = False  # until a matrix is left to others
         self._by: dict[str, str] = {}  # type of weights → what multiplies them
+
+    def attention(self, stored: str) -> Kernels | None:
+        if not stored:
+            return ATTENTION
+        from baton.engine.cpu import kv_int8
+
+        return kv_int8.ATTENTION
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if not x.is_contiguous() or weight.dtype != x.dtype:

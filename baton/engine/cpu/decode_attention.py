@@ -1,15 +1,21 @@
 """Compiled attention of decodes, which reads the pool's blocks in place, and the compiled store of new keys and values.
 
+Numbers in the pool are of the model's type, or (`baton.engine.cpu.kv_int8`) rounded, with a scale for each token of a head: then a score is
+multiplied by its key's scale, and a weight by its value's, so that no number is multiplied one by one.
+
 Letters in shapes are those of `baton.engine.model.attention`.
 """
 
+from typing import Any
+
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 from torch import Tensor
 
 from baton.engine.cpu.dots import KEYS, QUERIES, VECTORS, add_values, score_keys
 from baton.engine.cpu.kernel import INT, REAL, int64s, kernel, numbers
-from baton.engine.cpu.primitives import SUMS, ZERO, prefetch, put, share, team, wide
+from baton.engine.cpu.primitives import SUMS, ZERO, prefetch, put, round_row, share, team, wide
 from baton.engine.cpu.softmax import weigh
 from baton.engine.cpu.tile import LANES
 from baton.engine.model.attention import Decodes, KvLayer, PagedKv
@@ -34,6 +40,11 @@ def attend_in_place(paged: PagedKv, layer: int, q: Tensor, kv: Tensor, out: Tens
 def store(kv: Tensor, kv_layer: KvLayer, slots: Tensor) -> None:
     """See `baton.engine.model.attention.store`."""
     _store(in_rows(kv), kv_layer.slots, slots)
+
+
+def has_any(scales: Any) -> bool:
+    """Whether this (Numba's) type is that of scales and not of None."""
+    return not isinstance(scales, types.NoneType)
 
 
 def in_rows(x: Tensor) -> Tensor:
@@ -115,6 +126,90 @@ def _divide(sums, dim, totals, out):
             put(out, g * dim + d, sums[g, d] / totals[g])
 
 
+def _scale(scores, scales, table, first, count, start, apart, block_size):
+    """Multiplies by the scales of the keys or values from position `first` on, if they have any. `start`: where those of the head begin in
+    block 0 of the pool; `apart`: from block to block."""
+
+
+@overload(_scale)
+def _scale_by(scores, scales, table, first, count, start, apart, block_size):
+    def scale(scores, scales, table, first, count, start, apart, block_size):
+        i, block, slot = 0, first // block_size, first % block_size
+        while i < count:
+            base, some = table[block] * apart + start + slot, min(block_size - slot, count - i)
+            for g in range(len(scores)):
+                for j in range(some):
+                    scores[g, i + j] *= scales[base + j]
+            i, block, slot = i + some, block + 1, 0
+
+    return scale if has_any(scales) else lambda scores, scales, table, first, count, start, apart, block_size: None
+
+
+def keep(pool, scales, numbers, slot, spot):
+    """Stores a key or a value at `slot`: as it is, or rounded and its scale at `spot`."""
+
+
+@overload(keep)
+def _keep_in(pool, scales, numbers, slot, spot):
+    def as_it_is(pool, scales, numbers, slot, spot):
+        pool[slot : slot + len(numbers)] = numbers
+
+    def rounded(pool, scales, numbers, slot, spot):
+        scales[spot] = round_row(numbers, 0, pool[slot : slot + len(numbers)])
+
+    return rounded if has_any(scales) else as_it_is
+
+
+@njit
+def attend_tokens(pool, scales, given, places, shape, how):
+    """The first `size` tokens; those of one sequence are neighbours, one position apart. A token's key and value are stored in their
+    slot; then its query sees the slots up to its own, or those in its window, and no others. Other threads may compute the tokens before
+    it, so it stores theirs, too: the same bytes."""
+    (q, q_apart, kv, kv_apart, out), (index, size), (window, softcap, scale) = given, places, how
+    (apart, scales_apart, layer), (parts, heads, kv_heads, block_size, dim, value_dim) = shape
+    positions, bases, tables = index[:size], index[size : 2 * size], index[2 * size :]
+    group, head_size, rows = heads // kv_heads, block_size * dim, parts * kv_heads
+    most = _whole(min(window, positions.max() + 1))
+    at = np.empty(most, np.int64)  # where the keys of a sequence for head 0 begin in the pool
+    query = np.zeros((group, _padded(dim)), np.float32)
+    scores = np.empty((group, most), np.float32)
+    totals, sums = np.empty(group, np.float32), np.empty((group, _padded(value_dim)), np.float32)
+    me, threads = team()
+    found, done, total = -1, 0, (positions.sum() + size) * kv_heads
+    for b in range(size):
+        length = positions[b] + 1
+        count, table = min(window, length), tables[bases[b] :]
+        for head in range(kv_heads):
+            mine = done * threads // total == me
+            done += length
+            if not mine:
+                continue
+            if found != b:
+                _find_keys(table, length - count, count, block_size, (apart, layer, rows), dim, at)
+                found = b
+            last = (parts - 1) * kv_heads + head
+            key, value = head * head_size, last * head_size
+            token, seen = b, count - 1
+            while token >= 0 and seen >= 0 and bases[token] == bases[b]:
+                slot, offset = at[seen], positions[token] % block_size
+                for row in range(head, rows, kv_heads):
+                    new = token * kv_apart + row * dim
+                    spot = table[positions[token] // block_size] * scales_apart + (layer * rows + row) * block_size + offset
+                    keep(pool, scales, kv[new : new + dim], slot + row * head_size, spot)
+                token, seen = token - 1, seen - 1
+            _scale_queries(q[b * q_apart + head * group * dim :], dim, scale, query)
+            _score(pool, at, key, count, dim, query, scores)
+            _scale(scores, scales, table, length - count, count, (layer * rows + head) * block_size, scales_apart, block_size)
+            _fetch(pool, at, value, value_dim, 0, min(AHEAD, count))
+            for g in range(group):
+                totals[g] = weigh(scores[g], count, softcap)
+            if head + 1 < kv_heads:
+                _fetch(pool, at, key + head_size, dim, 0, min(AHEAD, count))
+            _scale(scores, scales, table, length - count, count, (layer * rows + last) * block_size, scales_apart, block_size)
+            _sum_values(pool, at, value, count, value_dim, scores, sums)
+            _divide(sums, value_dim, totals, out[(b * heads + head * group) * value_dim :])
+
+
 @kernel(
     "keys * kv_heads * dim",
     SUMS,
@@ -135,46 +230,8 @@ def _attend(
     pool, pool_stride0, layer, parts, kv_heads, block_size, q, q_stride0, heads, dim, kv, kv_stride0, out, value_dim, index, size,
     window, softcap, scale,
 ):  # fmt: skip
-    """The first `size` tokens; those of one sequence are neighbours, one position apart. A token's key and value are stored in their
-    slot; then its query sees the slots up to its own, or those in its window, and no others. Other threads may compute the tokens before
-    it, so it stores theirs, too: the same bytes."""
-    positions, bases, tables = index[:size], index[size : 2 * size], index[2 * size :]
-    group, head_size = heads // kv_heads, block_size * dim
-    most = _whole(min(window, positions.max() + 1))
-    at = np.empty(most, np.int64)  # where the keys of a sequence for head 0 begin in the pool
-    query = np.zeros((group, _padded(dim)), np.float32)
-    scores = np.empty((group, most), np.float32)
-    totals, sums = np.empty(group, np.float32), np.empty((group, _padded(value_dim)), np.float32)
-    me, threads = team()
-    found, done, total = -1, 0, (positions.sum() + size) * kv_heads
-    for b in range(size):
-        length = positions[b] + 1
-        count = min(window, length)
-        for head in range(kv_heads):
-            mine = done * threads // total == me
-            done += length
-            if not mine:
-                continue
-            if found != b:
-                _find_keys(tables[bases[b] :], length - count, count, block_size, (pool_stride0, layer, parts * kv_heads), dim, at)
-                found = b
-            key, value = head * head_size, ((parts - 1) * kv_heads + head) * head_size
-            token, seen = b, count - 1
-            while token >= 0 and seen >= 0 and bases[token] == bases[b]:
-                for part in range(parts):
-                    new = token * kv_stride0 + (part * kv_heads + head) * dim
-                    slot = at[seen] + (part * kv_heads + head) * head_size
-                    pool[slot : slot + dim] = kv[new : new + dim]
-                token, seen = token - 1, seen - 1
-            _scale_queries(q[b * q_stride0 + head * group * dim :], dim, scale, query)
-            _score(pool, at, key, count, dim, query, scores)
-            _fetch(pool, at, value, value_dim, 0, min(AHEAD, count))
-            for g in range(group):
-                totals[g] = weigh(scores[g], count, softcap)
-            if head + 1 < kv_heads:
-                _fetch(pool, at, key + head_size, dim, 0, min(AHEAD, count))
-            _sum_values(pool, at, value, count, value_dim, scores, sums)
-            _divide(sums, value_dim, totals, out[(b * heads + head * group) * value_dim :])
+    shape = (pool_stride0, 0, layer), (parts, heads, kv_heads, block_size, dim, value_dim)
+    attend_tokens(pool, None, (q, q_stride0, kv, kv_stride0, out), (index, size), shape, (window, softcap, scale))
 
 
 @kernel(
@@ -189,4 +246,4 @@ def _store(kv, kv_stride0, into, slots, tokens, parts, kv_heads, dim):
     for token in range(first, last):
         for head in range(heads):
             new, slot = token * kv_stride0 + head * dim, slots[token * heads + head] * dim
-            into[slot : slot + dim] = kv[new : new + dim]
+            keep(into, None, kv[new : new + dim], slot, 0)

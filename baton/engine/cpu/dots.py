@@ -11,7 +11,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from baton.engine.cpu.tile import (
+    FLOAT,
     FLOATS,
+    I8,
     I16,
     I32,
     I64,
@@ -31,6 +33,7 @@ from baton.engine.cpu.tile import (
 KEYS = 8  # that are scored at a time
 QUERIES = 2 if LANES == 16 else 1  # that share a read key
 VECTORS = 4  # of a value that are summed at a time
+NAMES = {FLOAT: "f32", I16: "i16", I8: "i8"}  # of LLVM's types
 
 
 @intrinsic
@@ -166,15 +169,17 @@ def _over(builder: Any, dim: Any, starts: list[Any], add: Callable[..., list[Any
 
 
 def _floats(builder: Any, place: Any, left: Any = None) -> Any:
-    """A vector of float32 or bfloat16 as float32. `left`: only so many numbers are read; the others are zero."""
+    """A vector of float32, bfloat16 or int8 as float32. `left`: only so many numbers are read; the others are zero."""
     kind = ir.VectorType(place.type.pointee, LANES)
     place = builder.bitcast(place, kind.as_pointer())
     if left is None:
         read = builder.load(place, align=1)
     else:
         there = builder.icmp_unsigned("<", ir.Constant(INTS, list(range(LANES))), spread(builder, builder.trunc(left, I32)))
-        name = f"llvm.masked.load.v{LANES}{'i16' if kind.element == I16 else 'f32'}.p0"
+        name = f"llvm.masked.load.v{LANES}{NAMES[kind.element]}.p0"
         read = called(builder, name, kind, place, I32(1), there, ir.Constant(kind, [0] * LANES))
+    if kind.element == I8:
+        return builder.sitofp(builder.sext(read, INTS), FLOATS)
     return widened(builder, read) if kind.element == I16 else read
 
 

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 C_FUNCTION = types.void(types.CPointer(types.int64))
 SHARED_FROM = 1 << 16  # numbers to compute; for fewer, waking the other threads costs more than they save
-KERNELS = {ALL: 15, "experts": 5, "int4": 1, "int8": 3}  # that each group has
+KERNELS = {ALL: 15, "experts": 5, "int4": 1, "int8": 3, "kv_int8": 3}  # that each group has
 _numbers = defaultdict[str, "itertools.count[int]"](lambda: itertools.count(1))  # group → of its kernels that this process has made
 
 
@@ -67,8 +67,8 @@ def numbers(*dims: str, strided: int = 0, optional: bool = False) -> Array:
     return Array(None, "", dims, strided, optional)
 
 
-def floats(*dims: str) -> Array:
-    return Array(torch.float32, "float32", dims)
+def floats(*dims: str, strided: int = 0) -> Array:
+    return Array(torch.float32, "float32", dims, strided)
 
 
 def complexes(*dims: str) -> Array:
@@ -89,8 +89,8 @@ def bfloat16s(*dims: str) -> Array:
     return Array(torch.bfloat16, "uint16", dims)
 
 
-def int8s(*dims: str) -> Array:
-    return Array(torch.int8, "int8", dims)
+def int8s(*dims: str, strided: int = 0) -> Array:
+    return Array(torch.int8, "int8", dims, strided)
 
 
 def uint8s(*dims: str) -> Array:

@@ -242,9 +242,10 @@ def part_of(rows, tile, many, panels):
 STEPS, SMALLEST = np.float32(127), np.finfo(np.float32).tiny
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", fastmath=False)
 def round_row(values, added, rounded):
-    """Rounds to int8, with `added` added, which may make it unsigned. Returns the step."""
+    """Rounds to int8, with `added` added, which may make it unsigned. Returns the step. Whatever calls it gets the same numbers: fast
+    arithmetic would be inherited, and would divide by the step, or fuse the product with the sum."""
     greatest = np.uint32(0)
     for i in range(len(values)):
         greatest = max(greatest, magnitude(wide(values[i])))

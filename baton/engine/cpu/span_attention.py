@@ -5,6 +5,8 @@ gives their scores, which stay in the caches, a softmax makes them weights, and 
 shrinks when a greater score is found. Keys are always cut at the same places, and a key that a query does not see adds exactly nothing:
 the result for a token does not depend on the span in which it is computed, bit for bit.
 
+Rounded numbers (`baton.engine.cpu.kv_int8`) are multiplied by their scales while they are copied into panels.
+
 Letters in shapes are those of `baton.engine.model.attention`.
 """
 
@@ -16,7 +18,7 @@ from torch import Tensor
 from baton.engine.cpu import amx
 from baton.engine.cpu.amx import begin_tiles, end_tiles
 from baton.engine.cpu.amx_products import add_rows_by_tiles
-from baton.engine.cpu.decode_attention import EVERYTHING, in_rows
+from baton.engine.cpu.decode_attention import EVERYTHING, has_any, in_rows
 from baton.engine.cpu.dots import lay_values, turn_keys
 from baton.engine.cpu.kernel import INT, REAL, int64s, kernel, numbers
 from baton.engine.cpu.primitives import LINE, LOG2_E, ONE, SUMS, ZERO, exp, from_line, given, put, room_for, share, team, wait
@@ -33,17 +35,23 @@ NO_SCORE = np.float32(-np.inf)
 
 
 def attend_span(paged: PagedKv, layer: int, q: Tensor, out: Tensor, group: Group, how: LayerAttention) -> None:
-    """An `AttendSpan`. Scores and sums are float32; for bfloat16 values, the weights are rounded to bfloat16."""
-    dim, size = q.shape[2], -(-group.keys // OUTS) * OUTS * paged.kv_heads
+    """An `AttendSpan`."""
+    _attend_span(in_rows(q), paged.layers[layer].rows, *room(paged, group), out, *numbers_of(paged, q, group, how))
+
+
+def room(paged: PagedKv, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """`gather` as a kernel wants it, and the panels of keys and of values."""
+    dim, size = paged.pool.shape[-1], -(-group.keys // OUTS) * OUTS * paged.kv_heads
     keys, values = size * (dim + dim % 2), size * -(-paged.value_dim // OUTS) * OUTS
     panels = paged.scratch(-(-(keys + values) // (dim * paged.block_size))).view(-1)
+    return group.gather.view(paged.parts, paged.kv_heads, -1), panels[:keys], panels[keys : keys + values]
+
+
+def numbers_of(paged: PagedKv, q: Tensor, group: Group, how: LayerAttention) -> tuple[int, int, int, int, float, float]:
+    """The last arguments of a kernel."""
     window = EVERYTHING if how.window is None else how.window
-    scale = dim**-0.5 if how.scale is None else how.scale
-    gather, softcap = group.gather.view(paged.parts, paged.kv_heads, -1), how.softcap or 0.0
-    _attend_span(
-        in_rows(q), paged.layers[layer].rows, gather, panels[:keys], panels[keys : keys + values], out, group.keys, paged.block_size,
-        paged.value_dim, window, softcap, scale,
-    )  # fmt: skip
+    scale = q.shape[2] ** -0.5 if how.scale is None else how.scale
+    return group.keys, paged.block_size, paged.value_dim, window, how.softcap or 0.0, scale
 
 
 @njit
@@ -183,6 +191,81 @@ def _seen(first, count, window):
     return total
 
 
+@njit
+def spot_of(slot, apart, scales_apart):
+    """Where the scale of a slot is. `apart`: slots from one block to the next; `scales_apart`: scales."""
+    return slot // apart * scales_apart + slot % apart
+
+
+def _scaled(rows, scales, at, dim, apart, plain):
+    """In what OUTS rows are to be found, and `at` where: in the pool as they are, or multiplied by their scales in `plain`."""
+
+
+@overload(_scaled)
+def _scaled_by(rows, scales, at, dim, apart, plain):
+    def scaled(rows, scales, at, dim, apart, plain):
+        for o in range(OUTS):
+            scale = scales[spot_of(at[o] // dim, apart[0], apart[1])]
+            for d in range(dim):
+                put(plain, o * dim + d, np.float32(rows[at[o] + d]) * scale)
+            at[o] = o * dim
+        return plain
+
+    return scaled if has_any(scales) else lambda rows, scales, at, dim, apart, plain: rows
+
+
+@njit
+def _lay_panels(rows, scales, gather, panels, plain, sizes):
+    """This thread's share of all keys and values, in panels."""
+    (key_panels, value_panels), (keys, size, width, far), (block_size, dim, value_dim, apart) = panels, sizes[0], sizes[1]
+    (parts, kv_heads, blocks), shape = sizes[2], (block_size, dim)
+    at = np.empty(OUTS, np.int64)
+    first, last = share(size // OUTS * kv_heads)
+    for part in range(first, last):
+        head, start = part % kv_heads, part // kv_heads * OUTS
+        _find(gather[head * blocks :], shape, start, keys, at)
+        source = _scaled(rows, scales, at, dim, apart, plain)
+        _pack_keys(source, at, dim, key_panels[(head * size + start) * width :])
+        if parts > 1:
+            _find(gather[((parts - 1) * kv_heads + head) * blocks :], shape, start, keys, at)
+            source = _scaled(rows, scales, at, dim, apart, plain)
+        _pack_values(source, at, keys - start, value_dim, value_panels[head * size * far + start * OUTS :], size * OUTS)
+
+
+@njit
+def attend_spans(rows, scales, given, panels, sizes, how):
+    """The queries are those of the last `tokens` of `keys` keys. Each sees the keys up to its own, or those in its window."""
+    (q, q_apart, gather, out), (key_panels, value_panels), (window, scale, softcap) = given, panels, how
+    (tokens, heads, keys), (_, kv_heads, _), (_, dim, value_dim, _) = sizes
+    group, together = heads // kv_heads, group_of(key_panels)
+    size, width, far = -(-keys // OUTS) * OUTS, -(-dim // together) * together, -(-value_dim // OUTS) * OUTS
+    plain = np.empty(0 if scales is None else OUTS * dim, q.dtype)
+    _lay_panels(rows, scales, gather, panels, plain, ((keys, size, width, far), sizes[2], sizes[1]))
+    wait()
+    at_once = max(1, QUERIES // group)
+    most = -(-at_once * group // amx.TILE) * amx.TILE
+    x, weights = from_line(np.zeros(most * width + LINE, q.dtype)), from_line(np.zeros(most * KEYS + LINE, q.dtype))
+    scores, sums = from_line(np.empty(most * KEYS + LINE, np.float32)), from_line(np.empty(most * far + LINE, np.float32))
+    state, widened = np.empty((most, 2), np.float32), (room_for(x, most * width), room_for(weights, most * KEYS))
+    (me, threads), before, done = team(), keys - tokens + 1, 0
+    begin_tiles(key_panels, amx.TILE)
+    total = _seen(before, tokens, window) * kv_heads
+    for head in range(kv_heads):
+        mine_of = key_panels[head * size * width :], value_panels[head * size * far :]
+        for token in range(0, tokens, at_once):
+            count = min(at_once, tokens - token)
+            mine = done * threads // total == me
+            done += _seen(before + token, count, window)
+            if mine:
+                _take(q[token * q_apart + head * group * dim :], q_apart, (count, group, dim), x, width)
+                _attend_rows(
+                    x, count * group, mine_of, (size, width, far, group), before + token, (window, scale, softcap),
+                    (scores, weights, sums, state, widened),
+                )  # fmt: skip
+                _give(sums, far, state, (count, group, value_dim), out[(token * heads + head * group) * value_dim :], heads * value_dim)
+    end_tiles(key_panels)
+
+
 @kernel(
     "tokens * heads * keys",
     SUMS,
@@ -203,37 +286,5 @@ def _attend_span(
     q, q_stride0, rows, gather, parts, blocks, kv_heads, key_panels, value_panels, out, tokens, heads, dim, keys, block_size, value_dim,
     window, softcap, scale,
 ):  # fmt: skip
-    """The queries are those of the last `tokens` of `keys` keys. Each sees the keys up to its own, or those in its window."""
-    shape, group, together = (block_size, dim), heads // kv_heads, group_of(rows)
-    size, width, far = -(-keys // OUTS) * OUTS, -(-dim // together) * together, -(-value_dim // OUTS) * OUTS
-    at = np.empty(OUTS, np.int64)
-    first, last = share(size // OUTS * kv_heads)
-    for part in range(first, last):
-        head, start = part % kv_heads, part // kv_heads * OUTS
-        _find(gather[head * blocks :], shape, start, keys, at)
-        _pack_keys(rows, at, dim, key_panels[(head * size + start) * width :])
-        _find(gather[((parts - 1) * kv_heads + head) * blocks :], shape, start, keys, at)
-        _pack_values(rows, at, keys - start, value_dim, value_panels[head * size * far + start * OUTS :], size * OUTS)
-    wait()
-    at_once = max(1, QUERIES // group)
-    most = -(-at_once * group // amx.TILE) * amx.TILE
-    x, weights = from_line(np.zeros(most * width + LINE, q.dtype)), from_line(np.zeros(most * KEYS + LINE, q.dtype))
-    scores, sums = from_line(np.empty(most * KEYS + LINE, np.float32)), from_line(np.empty(most * far + LINE, np.float32))
-    state, widened = np.empty((most, 2), np.float32), (room_for(x, most * width), room_for(weights, most * KEYS))
-    (me, threads), before, done = team(), keys - tokens + 1, 0
-    begin_tiles(rows, amx.TILE)
-    total = _seen(before, tokens, window) * kv_heads
-    for head in range(kv_heads):
-        panels = key_panels[head * size * width :], value_panels[head * size * far :]
-        for token in range(0, tokens, at_once):
-            count = min(at_once, tokens - token)
-            mine = done * threads // total == me
-            done += _seen(before + token, count, window)
-            if mine:
-                _take(q[token * q_stride0 + head * group * dim :], q_stride0, (count, group, dim), x, width)
-                _attend_rows(
-                    x, count * group, panels, (size, width, far, group), before + token, (window, scale, softcap),
-                    (scores, weights, sums, state, widened),
-                )  # fmt: skip
-                _give(sums, far, state, (count, group, value_dim), out[(token * heads + head * group) * value_dim :], heads * value_dim)
-    end_tiles(rows)
+    sizes = (tokens, heads, keys), (parts, kv_heads, blocks), (block_size, dim, value_dim, (0, 0))
+    attend_spans(rows, None, (q, q_stride0, gather, out), (key_panels, value_panels), sizes, (window, scale, softcap))

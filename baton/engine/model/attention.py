@@ -69,9 +69,9 @@ class KvLayer(NamedTuple):
         if self.scales is not None:
             size = self.scales.shape[2]
             rows, offsets = slots // size, slots % size
-            most = x.abs().amax(dim=1).float()  # of a token of a head
-            self.scales[rows // self.per_block, rows % self.per_block, offsets] = most / INT8
-            x = (x.float() * (INT8 / most.clamp(min=torch.finfo(torch.float32).tiny))[:, None]).round_()
+            scales = (x.abs().amax(dim=1).float() / INT8).clamp_(min=torch.finfo(torch.float32).tiny)  # of a token of a head
+            self.scales[rows // self.per_block, rows % self.per_block, offsets] = scales
+            x = (x.float() * scales.reciprocal()[:, None]).round_()
         self.slots.index_copy_(0, slots, x.to(self.slots.dtype))
 
 
@@ -111,13 +111,13 @@ class PagedKv:
         dtype: torch.dtype | None = None,
     ) -> None:
         """`pool` is `[N, L, P, Hkv, bs, D]`, each block contiguous, a whole number of rows from one to the next; `value_dim`: Dv, 0 if it
-        is D; `scales` `[N, L, P, Hkv, bs]`, which `kernels` cannot use; `dtype` of queries, if it is not the pool's."""
+        is D; `scales` `[N, L, P, Hkv, bs]`, if `kernels` are for numbers that have them; `dtype` of queries, if it is not the pool's."""
         _, layers, self.parts, self.kv_heads, self.block_size, dim = pool.shape
         self.pool = pool
         self.value_dim = value_dim or dim
         self.kernels = kernels
         self.dtype = dtype or pool.dtype
-        self._scales = scales
+        self.scales = scales
         row, step = self.block_size * dim, self.parts * self.kv_heads
         self.rows_per_block = pool.stride(0) // row
         count = (len(pool) - 1) * self.rows_per_block + layers * step
@@ -129,7 +129,8 @@ class PagedKv:
         ]
         self.row_bytes = rows.shape[1] * rows.element_size()
         self._by_slot = pool.flatten(1, 3).transpose(1, 2)  # [N, bs, PLHkv, D]
-        self._scratch = rows.new_empty(0, rows.shape[1])
+        gathered = self.dtype if kernels else pool.dtype  # kernels gather what they compute with
+        self._scratch = rows.new_empty(0, rows.shape[1], dtype=gathered)
 
     def tensor(self, array: Ints) -> Tensor:
         """The array as a tensor on the pool's device."""
@@ -144,15 +145,15 @@ class PagedKv:
         """Zeroes slots in all layers."""
         if len(blocks):
             self._by_slot[self.tensor(blocks), self.tensor(offsets)] = 0
-            if self._scales is not None:
-                self._scales.flatten(1, 3).transpose(1, 2)[self.tensor(blocks), self.tensor(offsets)] = 0
+            if self.scales is not None:
+                self.scales.flatten(1, 3).transpose(1, 2)[self.tensor(blocks), self.tensor(offsets)] = 0
 
     def wipe(self, blocks: list[int]) -> None:
         """Zeroes blocks."""
         for block in blocks:
             self.pool[block].zero_()
-            if self._scales is not None:
-                self._scales[block].zero_()
+            if self.scales is not None:
+                self.scales[block].zero_()
 
     def scratch(self, rows: int) -> Tensor:
         """Uninitialised `[rows, bs * D]`, valid until the next call. Kept between steps, because fresh pages cost more than the gather."""

@@ -25,7 +25,6 @@ TINY = torch.finfo(torch.float32).tiny  # the step of a row of zeros
 class Ops:
     """What a `Transformer` computes between two matrices. Subclasses compute the same numbers, up to rounding, but faster."""
 
-    attention: Kernels | None = None
     draw: Draw | None = None
     records = False  # whether a step can be recorded (see `baton.engine.cpu.recording`)
     at_once: int | None = None  # tokens that pass a feed-forward network together, if not all
@@ -44,6 +43,10 @@ class Ops:
     def has_int8(self) -> bool:
         """Whether `int8_multiplier` is exact on this processor."""
         return onednn.multiplies_int8()
+
+    def attention(self, stored: str) -> Kernels | None:
+        """Kernels for a pool whose numbers are of this type and have scales, or, if it is "", of the model's; None: there are none."""
+        return None
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """x / √(mean(x²) + eps) · weight, `[T, H]`, after `x += y` in place if `y` is given."""

@@ -106,6 +106,7 @@ def check(options: Options) -> None:
         raise BuildError("engine.batch_invariant: vLLM has this mode on GPUs alone (NVIDIA, compute capability 9.0 or more)")
     for key, value, default in (
         ("engine.weight_dtype", options.engine.weight_dtype, "auto"),
+        ("engine.kv_dtype", options.engine.kv_dtype, "auto"),
         ("engine.speculation", options.engine.speculation, "none"),
         ("engine.attention_backend", options.engine.attention_backend, "auto"),
         ("engine.equal_arithmetic", options.engine.equal_arithmetic, False),

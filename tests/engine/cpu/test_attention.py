@@ -1,11 +1,12 @@
-"""Attention that reads blocks in place, against the formula in float64: ragged lengths, blocks in any order, and slots that hold NaN."""
+"""Attention that reads blocks in place, against the formula in float64: ragged lengths, blocks in any order, slots that hold NaN, and KV as
+it is or rounded to int8."""
 
 import ctypes
 import itertools
 import math
 import random
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from numba import carray
 from torch import Tensor
 
-from baton.engine.cpu import kernel
+from baton.engine.cpu import kernel, kv_int8
 from baton.engine.cpu.decode_attention import attend_in_place, store
 from baton.engine.cpu.span_attention import attend_span
 from baton.engine.model.attention import CUT as KEYS
@@ -34,6 +35,7 @@ class Shape:
     block_size: int
     dtype: torch.dtype = torch.float32
     value_dim: int = 0  # if not 0, there is one part
+    stored: bool = False  # as int8
 
     @property
     def parts(self) -> int:
@@ -48,6 +50,7 @@ SHAPES = st.builds(
     half=st.integers(1, 40) | st.sampled_from([16, 32]),  # heads of whole cache lines have products of their own
     block_size=st.sampled_from([1, 2, 3, 4, 7, 16, 64]),
     dtype=st.sampled_from(list(U)),
+    stored=st.booleans(),
 )
 HOWS = st.builds(
     LayerAttention,
@@ -55,6 +58,12 @@ HOWS = st.builds(
     softcap=st.none() | st.floats(0.5, 30.0),
     scale=st.none() | st.floats(0.05, 1.0),
 )
+
+
+def rounded(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """What is stored as int8 of numbers `[*, D]`: these and their scales `[*]`."""
+    scales = (kv.float().abs().amax(dim=-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return (kv.float() * (1 / scales)[..., None]).round().to(torch.int8), scales
 
 
 class Case:
@@ -67,30 +76,44 @@ class Case:
         tables = [-(-(before + new) // shape.block_size) for before, new in lengths]
         ids = list(range(sum(tables) + 3))
         random.Random(seed).shuffle(ids)
-        self.pool = torch.full((len(ids), LAYERS, shape.parts, shape.kv_heads, shape.block_size, shape.dim), torch.nan, dtype=shape.dtype)
+        size = len(ids), LAYERS, shape.parts, shape.kv_heads, shape.block_size, shape.dim
+        self.pool = torch.full(size, 7, dtype=torch.int8) if shape.stored else torch.full(size, torch.nan, dtype=shape.dtype)
+        self.scales = torch.full(size[:-1], torch.nan) if shape.stored else None
         self.spans = [
             Span(before, new, [ids.pop() for _ in range(count)], steps=decodes and new == 1)
             for (before, new), count in zip(lengths, tables, strict=True)
         ]
-        self.kv = [
+        self.given = [
             torch.randn(before + new, shape.parts, shape.kv_heads, shape.dim, generator=generator).to(shape.dtype)
             for before, new in lengths
         ]
-        for span, kv in zip(self.spans, self.kv, strict=True):
+        self.kv = list(self.given)  # as it is read
+        for i, (span, kv) in enumerate(zip(self.spans, self.given, strict=True)):
+            if shape.stored:
+                numbers, scales = rounded(kv)
+                self.kv[i] = numbers * scales[..., None]
             for position in range(span.start):
-                self.slot(span, position)[:] = kv[position]
+                self.slot(span, position)[:] = scales[position] if shape.stored else kv[position]
+                if shape.stored:
+                    self.slot(span, position, self.pool)[:] = numbers[position]
         self.q = torch.randn(sum(new for _, new in lengths), shape.heads, shape.dim, generator=generator).to(shape.dtype)
-        self.paged = PagedKv(self.pool, shape.value_dim, ATTENTION if in_place else None)
+        kernels = (kv_int8.ATTENTION if shape.stored else ATTENTION) if in_place else None
+        self.paged = PagedKv(self.pool, shape.value_dim, kernels, self.scales, shape.dtype)
 
-    def slot(self, span: Span, position: int) -> Tensor:
-        """[L, P, Hkv, D]"""
-        return self.pool[span.blocks[position // self.shape.block_size], :, :, :, position % self.shape.block_size]
+    def slot(self, span: Span, position: int, of: Tensor | None = None) -> Tensor:
+        """[L, P, Hkv, D], or of scales [L, P, Hkv]"""
+        of = (self.pool if self.scales is None else self.scales) if of is None else of
+        return of[span.blocks[position // self.shape.block_size], :, :, :, position % self.shape.block_size]
+
+    def read(self) -> Tensor:
+        """A copy of the pool, as it is read."""
+        return self.pool.clone() if self.scales is None else self.pool * self.scales[..., None]
 
     def plan(self, how: LayerAttention = PLAIN) -> Meta:
         return plan(self.spans, self.paged, [how] * LAYERS)
 
     def attend(self, how: LayerAttention = PLAIN, layer: int = 1) -> Tensor:
-        new = torch.cat([kv[span.start :] for span, kv in zip(self.spans, self.kv, strict=True)])
+        new = torch.cat([kv[span.start :] for span, kv in zip(self.spans, self.given, strict=True)])
         return PagedAttention(self.paged, self.plan(how))(layer, self.q, new)
 
     def expected(self, how: LayerAttention = PLAIN) -> Tensor:
@@ -119,17 +142,16 @@ class Case:
         return torch.stack(rows).view(len(self.q), -1), torch.stack(bounds).view(len(self.q), -1)
 
     def check(self, how: LayerAttention = PLAIN) -> None:
-        before = self.pool.clone()
+        before = self.read()
         out, (expected, bound) = self.attend(how), self.expected_within(how)
         error = (out.double() - expected).abs()
         assert (error <= bound).all(), f"{(error / bound).max():.2f} times what rounding explains"
+        after = self.read()
         for span, kv in zip(self.spans, self.kv, strict=True):
             for position in range(span.start, span.start + span.n):
-                assert torch.equal(self.slot(span, position)[1], kv[position]), "the new key and value must be in their slot"
-                self.slot(span, position)[1] = self.slot(span, position)[0] = torch.nan
-                before_slot = before[span.blocks[position // self.shape.block_size], :, :, :, position % self.shape.block_size]
-                before_slot[:] = torch.nan
-        unchanged = (self.pool == before) | (before.isnan() & (self.pool.isnan() | (self.pool == 0)))
+                assert torch.equal(self.slot(span, position, after)[1], kv[position]), "the new key and value must be in their slot"
+                self.slot(span, position, after)[:] = self.slot(span, position, before)[:] = torch.nan
+        unchanged = (after == before) | (before.isnan() & (after.isnan() | (after == 0)))
         assert unchanged.all(), "only new slots may be written, and only newly begun blocks zeroed"
 
 
@@ -145,6 +167,7 @@ def error_bound(scores: Tensor, terms: Tensor, values: Tensor, shape: Shape, sof
     - The sums of `keys` numbers in the numerator and the denominator are wrong by keys · u of Σ p · |v| and of |o|; the quotient adds
       u of |o|.
     - In bfloat16 the weights are rounded, then the sum, then the answer.
+    - A number that is stored as int8 is multiplied by its scale, and rounded to the type of the queries.
 
     A long sum is held to less than its worst case: n independent rounding errors add up to more than 7 √n u only once in 10^10
     sums (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019, theorem 3.1).
@@ -156,7 +179,10 @@ def error_bound(scores: Tensor, terms: Tensor, values: Tensor, shape: Shape, sof
     u, p = U[torch.float32], scores.softmax(dim=0)
     o = p @ values
     wrong = u * (steps(shape.dim + 2) * terms + 12 * softcap + (scores - scores.max()).abs() + 4)
+    wrong += (U[shape.dtype] if shape.stored else 0) * terms
     bound = (p * wrong) @ (values - o).abs() + u * (steps(len(p)) + 1) * (p @ values.abs() + o.abs())
+    if shape.stored:
+        bound += U[shape.dtype] * (p @ values.abs())
     if shape.dtype == torch.bfloat16:
         bound += U[torch.bfloat16] * (p @ values.abs() + 2 * o.abs())
     return bound
@@ -195,20 +221,22 @@ def run_with(threads: int, case: Case, how: LayerAttention = PLAIN) -> None:
     HOWS,
     st.lists(st.integers(0, 60), min_size=1, max_size=5),
     st.sampled_from([1, 16]),
+    st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
 def test_decodes_match_when_one_vector_is_key_and_value(
-    heads: int, value: int, rest: int, how: LayerAttention, before: list[int], block_size: int
+    heads: int, value: int, rest: int, how: LayerAttention, before: list[int], block_size: int, stored: bool
 ) -> None:
-    shape = Shape(heads, 1, value + rest, block_size, value_dim=value)
+    shape = Shape(heads, 1, value + rest, block_size, value_dim=value, stored=stored)
     Case(shape, [(length, 1) for length in before]).check(how)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 31, 64])
 @pytest.mark.parametrize("dtype", list(U))
-def test_batches_of_decodes_match_the_formula(batch: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("stored", [False, True])
+def test_batches_of_decodes_match_the_formula(batch: int, dtype: torch.dtype, stored: bool) -> None:
     rng = random.Random(batch)
-    Case(Shape(8, 2, 64, 16, dtype), [(rng.randrange(200), 1) for _ in range(batch)]).check()
+    Case(Shape(8, 2, 64, 16, dtype, stored=stored), [(rng.randrange(200), 1) for _ in range(batch)]).check()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
@@ -234,16 +262,17 @@ def test_decodes_beside_longer_spans_match_the_formula(
 @settings(max_examples=100, deadline=None)
 def test_spans_match_the_formula(shape: Shape, how: LayerAttention, before: int, new: int, threads: int, latent: bool) -> None:
     if latent:
-        shape = Shape(shape.heads, 1, shape.dim, shape.block_size, shape.dtype, value_dim=max(1, shape.dim - 3))
+        shape = replace(shape, kv_heads=1, value_dim=max(1, shape.dim - 3))
     run_with(threads, Case(shape, [(before, new)], decodes=False), how)
 
 
 @pytest.mark.parametrize("dtype", list(U))
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 3, 40), (80, 1, 16)])
 def test_spans_of_several_times_as_many_keys_as_are_met_at_once_match_the_formula(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, stored: bool
 ) -> None:
-    case = Case(Shape(heads, kv_heads, dim, 16, dtype), [(3 * KEYS + 5, 40)])
+    case = Case(Shape(heads, kv_heads, dim, 16, dtype, stored=stored), [(3 * KEYS + 5, 40)])
     case.q *= 20  # so that greater scores are found late
     case.check()
 
@@ -261,14 +290,16 @@ def test_a_token_has_the_same_bits_in_any_span(shape: Shape, how: LayerAttention
 def test_keys_that_a_token_does_not_see_change_no_bit_of_it() -> None:
     case = Case(Shape(4, 2, 16, 16), [(0, 100)])
     first = case.attend()
-    case.kv[0][60:] = 1e4
+    case.given[0][60:] = 1e4
     assert torch.equal(case.attend()[:60], first[:60])
     assert not torch.equal(case.attend()[60:], first[60:])
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_nan_in_a_longer_span_affects_only_its_sequence(part: int) -> None:
-    case = Case(Shape(4, 2, 16, 4), [(30, 3), (30, 5), (30, 4)])
+@pytest.mark.parametrize("stored", [False, True])
+def test_nan_in_a_longer_span_affects_only_its_sequence(part: int, stored: bool) -> None:
+    """With int8, in a scale."""
+    case = Case(Shape(4, 2, 16, 4, stored=stored), [(30, 3), (30, 5), (30, 4)])
     case.slot(case.spans[1], 11)[:, part] = torch.nan
     assert case.attend().isnan().any(dim=1).tolist() == [False] * 3 + [True] * 5 + [False] * 4
 
@@ -295,26 +326,39 @@ def test_strided_queries_keys_and_values_match_the_formula() -> None:
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_nan_in_a_key_or_value_affects_only_its_sequence(part: int) -> None:
-    case = Case(Shape(4, 2, 16, 4), [(30, 1), (30, 1), (30, 1)])
+@pytest.mark.parametrize("stored", [False, True])
+def test_nan_in_a_key_or_value_affects_only_its_sequence(part: int, stored: bool) -> None:
+    case = Case(Shape(4, 2, 16, 4, stored=stored), [(30, 1), (30, 1), (30, 1)])
     case.slot(case.spans[1], 11)[:, part] = torch.nan
     assert case.attend().isnan().any(dim=1).tolist() == [False, True, False]
 
 
-def test_another_block_changes_the_answer() -> None:
+@pytest.mark.parametrize("given", [torch.nan, torch.inf])
+def test_a_key_that_is_no_number_is_none_once_it_is_rounded(given: float) -> None:
+    """So the logits are not finite, and the sequence fails instead of going on with what int8 made of it."""
+    for new in (1, 3):
+        case = Case(Shape(4, 2, 16, 4, stored=True), [(30, new), (30, new)])
+        case.given[1][30, 0, :, 5] = given
+        assert not case.attend()[new:].isfinite().all(dim=1).any() and case.attend()[:new].isfinite().all()
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_another_block_changes_the_answer(stored: bool) -> None:
     """Negative control: attention reads the blocks that the block table names."""
-    case = Case(Shape(4, 2, 16, 4), [(30, 1), (30, 1)])
+    case = Case(Shape(4, 2, 16, 4, stored=stored), [(30, 1), (30, 1)])
     case.spans[0].blocks[2] = case.spans[1].blocks[2]  # type: ignore[index]
     assert (case.attend().double() - case.expected()).abs().amax(dim=1)[0] > 1e-2
 
 
-def test_without_the_kernel_no_blocks_are_read_in_place() -> None:
+@pytest.mark.parametrize("stored", [False, True])
+def test_without_the_kernel_no_blocks_are_read_in_place(stored: bool) -> None:
     lengths = [(9, 1), (30, 1), (5, 4)]
-    plain, in_place = (Case(Shape(4, 2, 16, 4), lengths, in_place=way) for way in (False, True))
+    plain, in_place = (Case(Shape(4, 2, 16, 4, stored=stored), lengths, in_place=way) for way in (False, True))
     assert plain.plan().decodes is None
     found = in_place.plan().decodes
     assert found is not None and found.size == 2
     torch.testing.assert_close(plain.attend(), in_place.attend(), atol=1e-5, rtol=1e-5)
+    assert torch.equal(plain.read().nan_to_num(), in_place.read().nan_to_num()), "stored bytes do not depend on who stores them"
 
 
 def test_only_newly_begun_blocks_are_zeroed() -> None:

@@ -8,22 +8,25 @@ import numpy as np
 import pytest
 import torch
 
+from baton.cluster.errors import BatonError
+from baton.engine.build import pool_bytes
 from baton.engine.choice import load_runner
 from baton.engine.core.kvcache import DraftKv, KvLayout, KvPool
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.model.kv_views import views
+from baton.engine.options import Options
 from baton.engine.runner import ModelRunner
+from kvtransfer.exporter import check_layout
 
 TALE = Path(__file__).resolve().parents[3] / "baton" / "models" / "tale"
 BLOCK, BLOCKS = 8, 24
 PLAIN = KvLayout("model", "bfloat16", BLOCK, 3, 2, 16)
 
 
-def runner(stored: str) -> ModelRunner:
-    made = load_runner(ModelRunner, TALE, block_size=BLOCK, compiled=False)
-    made.layout = replace(made.layout, stored=stored)
+def runner(stored: str, **keys: Any) -> ModelRunner:
+    made = load_runner(ModelRunner, TALE, block_size=BLOCK, kv_dtype=stored or "auto", **({"compiled": False} | keys))
     pool = KvPool(made.layout, BLOCKS)
     pool.array[:] = 0x3C  # what was there before is finite, and no one's
     made.attach(pool)
@@ -53,7 +56,9 @@ def test_a_layout_says_what_a_block_holds() -> None:
     assert (scales.dtype, scales.shape, scales.offset) == ("float32", (3, 2, 2, BLOCK), numbers)
     assert packed.block_bytes >= numbers + 4 * 3 * 2 * 2 * BLOCK and packed.block_bytes % (BLOCK * 16) == 0
     assert packed.fingerprint != PLAIN.fingerprint
-    assert packed.difference(PLAIN) == "stored: 'int8' here, '' there"
+    other = replace(packed, stored="", model_fingerprint="model of another type of KV")
+    assert packed.difference(other) == "stored: 'int8' here, '' there", "and not the fingerprint, which follows from it"
+    assert packed.difference(replace(packed, model_fingerprint="other")) == "model_fingerprint: 'model' here, 'other' there"
 
 
 DRAFT = DraftKv("draft", "float32", 2, 1, 12)
@@ -123,8 +128,30 @@ def test_the_bytes_of_a_last_block_depend_on_its_tokens_alone() -> None:
     assert np.array_equal(used.pool.array[6, :size], fresh.pool.array[6, :size])
 
 
-def test_kernels_of_one_type_are_not_given_another() -> None:
-    made = load_runner(ModelRunner, TALE, block_size=BLOCK)
-    made.layout = replace(made.layout, stored="int8")
-    made.attach(KvPool(made.layout, BLOCKS))
-    assert made._paged is not None and made._paged.kernels is None
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_compute_the_logits_of_plain_torch(dtype: str) -> None:
+    made = [runner("int8", compiled=compiled, dtype=dtype) for compiled in (False, True)]
+    assert [each.paged.kernels is None for each in made] == [True, False]
+    logits = [compute(each, sequence(list(range(40, 85)), [5, 3, 9, 1, 7, 2, 0]), 45, 1, 1) for each in made]
+    for plain, compiled in zip(*logits, strict=True):
+        assert (plain - compiled).abs().max() < (0.02 if dtype == "float32" else 0.05) * plain.abs().max()
+
+
+def test_a_pool_of_int8_holds_up_to_four_times_as_many_tokens() -> None:
+    blocks = {}
+    for dtype in ("float32", "bfloat16"):
+        for kind in ("auto", "int8"):
+            asked = Options.of(TALE, dtype=dtype, kv_dtype=kind, kv_memory_mib=32, max_num_seqs=64)
+            layout = load_runner(ModelRunner, TALE, dtype=dtype, kv_dtype=kind, compiled=False).layout
+            assert pool_bytes(asked) % layout.block_bytes == 0
+            blocks[dtype, kind] = pool_bytes(asked) // layout.block_bytes
+    assert blocks["float32", "int8"] == blocks["bfloat16", "int8"]
+    assert blocks["float32", "int8"] > 3.5 * blocks["float32", "auto"] and blocks["bfloat16", "int8"] > 1.75 * blocks["bfloat16", "auto"]
+
+
+def test_workers_with_unlike_kv_name_the_field() -> None:
+    layouts = [load_runner(ModelRunner, TALE, kv_dtype=kind, compiled=False).layout for kind in ("auto", "int8")]
+    assert layouts[0].model_fingerprint != layouts[1].model_fingerprint, "a router takes only one of them"
+    with pytest.raises(BatonError, match="stored: '' here, 'int8' there") as caught:
+        check_layout(*layouts)
+    assert caught.value.metadata == {"field": "stored"}

@@ -104,6 +104,7 @@ def test_arguments_that_the_handoff_rests_on_are_among_the_refused(name: str) ->
     ("change", "key"),
     [
         ({"weight_dtype": "int8"}, "engine.weight_dtype"),
+        ({"kv_dtype": "int8"}, "engine.kv_dtype"),
         ({"speculation": "prompt_lookup"}, "engine.speculation"),
         ({"attention_backend": "triton"}, "engine.attention_backend"),
         ({"compiled": False}, "engine.compiled"),

@@ -23,8 +23,8 @@
 {{- $now := mergeOverwrite (deepCopy .Values.config) (dict "model" (dict "path" (include "baton.modelPath" .))) -}}
 {{- with include "baton.engine" . | fromYaml }}{{ $_ := set $now "engine" . }}{{ end -}}
 {{- $dtype := eq (dig "engine" "device" "cpu" $now) "cuda" | ternary "auto" "float32" -}}
-{{- $defaults := dict "model.path" "" "model.dtype" $dtype "engine.block_size" 16 "engine.weight_dtype" "auto" "engine.kind" "baton" -}}
-{{- $keys := list "engine.kind" "engine.block_size" "engine.weight_dtype" "model.dtype" "model.path" -}}
+{{- $defaults := dict "model.path" "" "model.dtype" $dtype "engine.block_size" 16 "engine.weight_dtype" "auto" "engine.kv_dtype" "auto" "engine.kind" "baton" -}}
+{{- $keys := list "engine.kind" "engine.block_size" "engine.weight_dtype" "engine.kv_dtype" "model.dtype" "model.path" -}}
 {{- if include "baton.vllm" . -}}
 {{- /* All are part of the fingerprint of a worker with vLLM. */}}
 {{- $_ := set (set (set $defaults "engine.device" "cpu") "engine.vllm" dict) "engine.batch_invariant" false -}}
