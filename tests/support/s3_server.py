@@ -18,7 +18,7 @@ class Server:
     """Moto cannot write one object twice at the same time, so requests are answered one after the other."""
 
     def __init__(self, port: int = 0) -> None:
-        from moto.server import DomainDispatcherApplication, create_backend_app  # a second of imports
+        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app  # a second of imports
         from werkzeug.serving import make_server
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
