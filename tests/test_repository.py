@@ -67,7 +67,7 @@ ARROWS = {
         "baton.engine.options",
     },
     "baton.launch": {"baton.clock", "baton.cluster", "baton.engine.options", "baton.moves", "baton.v1"},
-    "baton.models": {"baton.engine.facts", "baton.engine.model"},
+    "baton.models": {"baton.engine.build", "baton.engine.core", "baton.engine.facts", "baton.engine.model", "baton.engine.options"},
     "baton.plan": {"baton.engine.facts.fields"},
     "baton.simulate": {"baton.clock", "baton.cluster", "baton.engine.core", "baton.worker.prompts", "baton.worker.refusal", "router"},
     "baton.tiers": {

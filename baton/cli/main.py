@@ -33,6 +33,7 @@ from baton.cli.options import (
     Answering,
     Beaming,
     ConfigFiles,
+    Evaluating,
     Fetching,
     Json,
     Listing,
@@ -166,6 +167,19 @@ def fetch(asked: Fetching) -> None:
 
     with _failing():
         run(asked, err)
+
+
+@app.command(context_settings=FREE)
+@takes(Evaluating)
+def evaluate(asked: Evaluating) -> None:
+    """Measure what a model says in a configuration of the engine: perplexity, recall by distance, questions of facts and sums; and how far
+    that is from another model or configuration. After MODEL, keys of the configuration are flags, as --engine.weight-dtype int4; for the
+    other one, as --against.engine.weight-dtype int4.
+    """
+    from baton.cli.evaluate import run  # the engine, which no other command needs
+
+    with _failing():
+        run(asked, out, err)
 
 
 @app.command()

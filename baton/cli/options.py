@@ -190,3 +190,23 @@ class Fetching:
     wait: Annotated[bool, typer.Option("--wait", help="Fetch nothing: wait until another process has. The folder may be read-only.")] = (
         False
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluating:
+    """Arguments and options of `evaluate`."""
+
+    context: typer.Context
+    model: Annotated[Path, typer.Argument(help="Folder of a model, or a GGUF file.", exists=True)]
+    against: Annotated[Path | None, typer.Option(help="Another one with the same tokenizer, to compare it with.", exists=True)] = None
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="Text to read (.txt, or .jsonl with a field text), not made ones; repeatable."),
+    ] = None
+    tokens: Annotated[int, typer.Option(min=2, max=10_000_000, help="Most tokens of text, of each file.")] = 8192
+    trials: Annotated[int, typer.Option(min=0, max=1000, help="Questions of recall at each distance; 0: none.")] = 10
+    longest: Annotated[int, typer.Option(min=0, help="Longest distance of recall, tokens.")] = 1800
+    continuations: Annotated[int, typer.Option(min=0, max=1000, help="Texts that are continued greedily; 0: none.")] = 8
+    no_questions: Annotated[bool, typer.Option("--no-questions", help="Leave out the questions of facts and sums.")] = False
+    within: Annotated[float, typer.Option(min=0, help="Seconds after which no further part begins.")] = 900.0
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False

@@ -1,0 +1,1 @@
+"""What a configuration of the engine is worth: text, recall, questions, continuations."""
