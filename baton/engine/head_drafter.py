@@ -9,6 +9,7 @@ or from the cache), zeros stand for it. Such a hole may cost a guess, never a to
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -28,6 +29,7 @@ from baton.engine.model.attention import PagedAttention, PagedKv, Span, plan, pl
 from baton.engine.model.checkpoint import Checkpoint, with_head
 from baton.engine.model.head import Head
 from baton.engine.model.kv_views import DTYPES
+from baton.engine.model.quantised.config import read_scheme
 from baton.engine.model.sampler import sample
 from baton.engine.runner import ModelRunner
 
@@ -52,13 +54,13 @@ class HeadDrafter(Drafter):
     @classmethod
     def load(cls, runner: ModelRunner, path: Path, folder: Path, weight_dtype: str, bound: int) -> Self:
         """The head in `folder` of the model in `path`, which `runner` has; both may be one folder. Raises CheckpointError."""
-        inner = None
+        inner, scheme = None, runner.model.config.scheme
         if folder.resolve() != path.resolve():
             fields = Fields.read(folder / "config.json")
             if fields.get("architectures") != [ALONE]:
                 raise fields.error("architectures", f"must be {[ALONE]}: a folder that holds a head and nothing else")
-            inner = fields.size("intermediate_size")
-        config = with_head(runner.model.config, inner)
+            inner, scheme = fields.size("intermediate_size"), read_scheme(fields)
+        config = replace(with_head(runner.model.config, inner), scheme=scheme)
         checkpoint = Checkpoint(folder, config, head=True)
         head = Head(runner.model, config, checkpoint.tensor, checkpoint.__contains__, weight_dtype)
         return cls(head, fingerprint(folder), runner.layout, runner.eos_token_ids, bound)

@@ -5,6 +5,7 @@ tensors (safetensors), whose names, shapes and types are checked before any weig
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from baton.engine.facts.fields import CheckpointError
 from baton.engine.facts.fingerprint import weight_files
+from baton.engine.model.quantised.matrix import Quantised
+from baton.engine.model.quantised.scheme import Format, Part, Parts, Scheme
 
-WEIGHT_DTYPES = {"F64", "F32", "F16", "BF16"}
+WEIGHT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 QUANTISED_DTYPES = ("F4", "F6", "F8", "I4", "I8", "U8", "I32")
 # What GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes put next to a matrix or in its place
 QUANTISED_NAMES = (
@@ -23,7 +26,7 @@ QUANTISED_NAMES = (
     ".weight_shape", ".input_scale", ".SCB", ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4",
     ".quant_state.bitsandbytes__fp4",
 )  # fmt: skip
-QUANTISED = "the weights are quantised, which is not supported"
+QUANTISED = "the weights are quantised, although config.json has no quantization_config"
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts: [E, out, in], these stacked along `out`
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # Files of weights that are not read, and why
@@ -122,6 +125,7 @@ class ModelConfig:
     latent: LatentConfig | None = None
     experts: ExpertConfig | None = None
     draft_layers: int = 0  # layers after the model's own that predict further tokens; see `with_head`
+    scheme: Scheme | None = None  # how the file has its matrices; None: plainly
 
     def experts_of(self, layer: int) -> ExpertConfig | None:
         """None if the layer has a single network."""
@@ -267,17 +271,39 @@ class Checkpoint:
             expected |= {name: shape for name, shape in own.items() if name in self._where}
         else:
             expected = expected_tensors(config)
-        self._check_names(expected, config)
-        for name, shape in expected.items():
-            _check_tensor(self._where[name], files[self._where[name].file], shape)
+        self._quantised = self._formats(config.scheme, expected) if config.scheme else {}
+        parts = self._parts(expected)
+        spare = self._empty_biases(parts) if config.scheme and config.scheme.empty_biases else set()
+        self._check_names({name for name, part in parts.items() if not part.optional}, parts.keys() | spare, config)
+        for name, part in parts.items():
+            if name in self._where:
+                _check_tensor(self._where[name], files[self._where[name].file], part)
         if config.tied and "lm_head.weight" in self._where:
             self._check_tied()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._where
+        return name in self._where or name in self._quantised
 
     def tensor(self, name: str) -> Tensor:
-        """One of `expected_tensors`, on the CPU, in the file's dtype."""
+        """One of `expected_tensors`, on the CPU, in the file's dtype; a quantised one as float32."""
+        found = self.matrix(name)
+        return found.dequantised() if isinstance(found, Quantised) else found
+
+    def matrix(self, name: str) -> Tensor | Quantised:
+        """The same, as the file has it. Raises CheckpointError for one that cannot be read, or makes no sense."""
+        if name not in self._quantised:
+            return self._tensor(name)
+        module, (format_, shape) = name.removesuffix(".weight"), self._quantised[name]
+
+        def error(part: str, message: str) -> CheckpointError:
+            return CheckpointError(self._where[f"{module}.{part}"].file, f"{module}.{part}", message)
+
+        return format_.read(Parts(lambda part: self._tensor(f"{module}.{part}"), partial(self._has, module), error), shape)
+
+    def _has(self, module: str, part: str) -> bool:
+        return f"{module}.{part}" in self._where
+
+    def _tensor(self, name: str) -> Tensor:
         place = self._where[name]
         opened = _open(place.file)
         try:
@@ -286,14 +312,41 @@ class Checkpoint:
             raise CheckpointError(place.file, name, f"cannot be read: {error}") from error
         return tensor
 
-    def _check_names(self, expected: Iterable[str], config: ModelConfig) -> None:
-        allowed = set(expected) | ({"lm_head.weight"} if config.tied else set())
+    def _formats(self, scheme: Scheme, expected: dict[str, Shape]) -> dict[str, tuple[Format, Shape]]:
+        """Of the weights that are quantised. The scheme knows modules by the names that they have in the file."""
+        named = {name.rpartition(".")[0]: place.name.rpartition(".")[0] for name, place in self._where.items()}
+        found = dict[str, tuple[Format, Shape]]()
+        for name, shape in expected.items():
+            module = name.removesuffix(".weight")
+            if len(shape) == 2 and module != name and not module.endswith("embed_tokens"):
+                format_ = scheme.format_of(named.get(module, module), partial(self._has, module))
+                if format_:
+                    found[name] = format_, shape
+        return found
+
+    def _parts(self, expected: dict[str, Shape]) -> dict[str, Part]:
+        """What the file must have, or may have."""
+        found = {name: Part(WEIGHT_DTYPES, (shape,)) for name, shape in expected.items() if name not in self._quantised}
+        for name, (format_, shape) in self._quantised.items():
+            found |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in format_.parts(shape).items()}
+        return found
+
+    def _empty_biases(self, parts: Iterable[str]) -> set[str]:
+        """Biases of quantised matrices that the model does not have. Raises CheckpointError for one that is not 0."""
+        found = {f"{name.removesuffix('.weight')}.bias" for name in self._quantised} & self._where.keys() - set(parts)
+        for name in sorted(found):
+            if self._tensor(name).any():
+                raise CheckpointError(self._where[name].file, name, "is not 0, but config.json says that there is no bias")
+        return found
+
+    def _check_names(self, needed: set[str], allowed: set[str], config: ModelConfig) -> None:
+        allowed = allowed | ({"lm_head.weight"} if config.tied else set())
         # Old Llama files hold the rotary frequencies, which follow from config.json.
         drafts = tuple(f"model.layers.{config.layers + i}." for i in range(config.draft_layers))
         found = {name for name in self._where if not name.endswith("rotary_emb.inv_freq") and not name.startswith(drafts)}
-        if quantised := sorted(name for name in found - allowed if name.endswith(QUANTISED_NAMES)):
-            raise CheckpointError(self._folder, quantised[0], f"{QUANTISED}, although config.json has no quantization_config")
-        for word, names in (("missing", set(expected) - found), ("not part of this architecture", found - allowed)):
+        if not config.scheme and (quantised := sorted(name for name in found - allowed if name.endswith(QUANTISED_NAMES))):
+            raise CheckpointError(self._folder, quantised[0], QUANTISED)
+        for word, names in (("missing", needed - found), ("not part of this architecture", found - allowed)):
             if names:
                 listed = sorted(names)
                 more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
@@ -305,14 +358,15 @@ class Checkpoint:
             raise CheckpointError(file, "lm_head.weight", "differs from the embedding although config.json says tie_word_embeddings")
 
 
-def _check_tensor(place: _Place, opened: Any, shape: Shape) -> None:
+def _check_tensor(place: _Place, opened: Any, part: Part) -> None:
     dtype = opened.get_slice(place.name).get_dtype()
-    if dtype not in WEIGHT_DTYPES and dtype.startswith(QUANTISED_DTYPES):
-        raise CheckpointError(place.file, place.name, f"dtype {dtype}: {QUANTISED}, although config.json has no quantization_config")
-    if place.shape != shape:
-        raise CheckpointError(place.file, place.name, f"shape {list(place.shape)}, config.json implies {list(shape)}")
-    if dtype not in WEIGHT_DTYPES:
-        raise CheckpointError(place.file, place.name, f"dtype {dtype} is not supported; supported: {', '.join(sorted(WEIGHT_DTYPES))}")
+    if dtype not in part.dtypes and part.dtypes == WEIGHT_DTYPES and dtype.startswith(QUANTISED_DTYPES):
+        raise CheckpointError(place.file, place.name, f"dtype {dtype}: {QUANTISED} that says so of this tensor")
+    if place.shape not in part.shapes:
+        wanted = " or ".join(str(list(shape)) for shape in part.shapes)
+        raise CheckpointError(place.file, place.name, f"shape {list(place.shape)}, config.json implies {wanted}")
+    if dtype not in part.dtypes:
+        raise CheckpointError(place.file, place.name, f"dtype {dtype} is not supported; supported: {', '.join(sorted(part.dtypes))}")
 
 
 def _places(file: Path, opened: Any) -> Iterator[tuple[str, _Place]]:

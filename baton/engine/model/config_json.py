@@ -10,6 +10,7 @@ from pathlib import Path
 from baton.engine.facts.fields import Fields
 from baton.engine.facts.model_facts import context_length, end_tokens
 from baton.engine.model.checkpoint import ExpertConfig, LatentConfig, LayerAttention, ModelConfig, Rope
+from baton.engine.model.quantised.config import read_scheme
 from baton.engine.model.rope import flat_fields, read_rope, score_growth
 
 
@@ -100,6 +101,7 @@ def read_config(path: Path) -> ModelConfig:
         latent=latent,
         experts=_experts(f, family, layers) if family.experts else None,
         draft_layers=_either(f, "num_nextn_predict_layers", "num_mtp_layers", 1, least=0) if family.experts == "deepseek3" else 0,
+        scheme=read_scheme(f),
     )
 
 
@@ -131,9 +133,6 @@ def _refuse_unsupported(f: Fields, family: Family) -> None:
         f.only("hidden_activation", "gelu_pytorch_tanh")
     else:
         f.only("hidden_act", "silu")
-    for field in ("quantization_config", "compression_config"):
-        if f.get(field):
-            raise f.error(field, "quantised checkpoints are not supported")
     if f.has("transformers_weights"):
         raise f.error("transformers_weights", "is not supported: weights are read from model.safetensors or the files that its index names")
     if family.windows not in ("switched", "upper"):

@@ -88,7 +88,7 @@ def refusal(folder: Path) -> CheckpointError:
         ({"architectures": "absent"}, "architectures", "None"),
         ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "architectures", "names 2 architectures"),
         ({"hidden_act": "gelu"}, "hidden_act", "gelu"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config", "not supported"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config.quant_method", "not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.original_max_position_embeddings", "positive integer"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_parameters.rope_type", "dynamic"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor", "positive number"),
