@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import quantised_folders
 import torch
+from quantised_folders import TOKENS, VARIANTS, write, write_dequantised
 from safetensors.torch import load_file, save_file
 
 from baton.engine.choice import load_runner
@@ -20,8 +22,6 @@ from baton.engine.model.config_json import read_config
 from baton.engine.model.naive import next_logits
 from baton.engine.runner import ModelRunner
 from baton.models.make_small import make
-from tests.support import quantised_folders
-from tests.support.quantised_folders import TOKENS, VARIANTS, write, write_dequantised
 
 Q = "model.layers.0.self_attn.q_proj"
 
