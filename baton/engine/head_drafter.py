@@ -1,17 +1,20 @@
 """Drafts with a head on the hidden states of the model itself (`baton.engine.model.head`).
 
-Its KV is one layer more in the blocks of the model (`KvLayout.draft`), computed for every token in the step that computes the model's: keys
-and values of one layer need no attention. So blocks that are handed over, shared or kept have both.
+Its KV is one layer more in the blocks of the model (`KvLayout.draft`): keys and values of one layer need no attention. Those of a prompt
+are computed in the step that computes the model's, so they are handed over with them. Those of the output are computed when the next guess
+is wanted (`Sequence.drafted` counts the positions that have them): where nothing is guessed, a step computes nothing for the head.
 
-A slot needs the hidden state before its token. Between two steps it is remembered here; where it is not known (the KV came from elsewhere,
-or from the cache), zeros stand for it. Such a hole may cost a guess, never a token: guesses are verified.
+A slot needs the hidden state before its token. The newest are kept here; where one is not known (it is too old, or the KV came from
+elsewhere, or from the cache), zeros stand for it. Such a hole may cost a guess, never a token: guesses are verified.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -34,6 +37,17 @@ from baton.engine.model.sampler import sample
 from baton.engine.runner import ModelRunner
 
 ALONE = "BatonHead"  # as architecture: a folder that holds a head alone
+KEPT = 1024  # hidden states, of all sequences
+FEW = 16  # tokens of a sequence that are caught up in the first step of a draft; more are computed without attention before it
+CAUGHT_UP = 512  # tokens of all sequences that are computed so in a step: a stream beside them waits no longer
+
+
+class Kept(NamedTuple):
+    """Of one step."""
+
+    states: Tensor  # [n, H]
+    numbers: Seq[int]  # of their sequences
+    positions: Seq[int]
 
 
 class HeadDrafter(Drafter):
@@ -49,7 +63,10 @@ class HeadDrafter(Drafter):
         self.kv = DraftKv(f"head-{fingerprint}", layout.dtype, 1, *sizes)
         self._block_size = layout.block_size
         self._costs = DraftCosts()
-        self._states: dict[Sequence, tuple[int, Tensor]] = {}  # a position, and the hidden state before it [H]
+        self._numbers: dict[Sequence, int] = {}  # of sequences whose states are kept
+        self._kept, self._kept_rows = deque[Kept](), 0
+        self._unasked = 0  # rows since the last question
+        self._next = 0  # number
 
     @classmethod
     def load(cls, runner: ModelRunner, path: Path, folder: Path, weight_dtype: str, bound: int) -> Self:
@@ -67,7 +84,7 @@ class HeadDrafter(Drafter):
 
     @property
     def remembered(self) -> int:
-        return len(self._states)
+        return len(self._numbers)
 
     def attach(self, kv: Tensor) -> None:
         ops = self._head.ops
@@ -75,33 +92,33 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def follow(self, batch: Seq[Chunk], hidden: Tensor | None, yields: Seq[Tokens]) -> None:
-        """See `Companion`. KV of wrong guesses does not count, like the model's."""
+        """See `Companion`. Decodes wait: where nothing is guessed, a step must cost no more than without a head."""
         assert hidden is not None, "the runner gives them to who reads them"
-        spans = [Span(chunk.seq.computed, chunk.positions, chunk.seq.blocks) for chunk in batch]
-        before, rows = torch.empty_like(hidden), list(_rows(batch))
-        before[1:] = hidden[:-1]
-        for chunk, row in zip(batch, rows, strict=True):
-            before[row] = self._state(chunk.seq, chunk.seq.computed, hidden)
-        positions, slots = plan_store(spans, self._paged)
-        tokens = [token for chunk in batch for token in chunk.tokens]
-        kv = self._head.keys(self._tensor(tokens), before, positions)
-        (self._paged.kernels.store if self._paged.kernels else store)(kv, self._paged.layers[0], slots)
-        for chunk, row, said in zip(batch, rows, yields, strict=True):
-            known = chunk.n + max(0, len(accepted(chunk.drafts, said)) - 1)
-            chunk.seq.drafted = chunk.seq.computed + known
-            if chunk.seq.state is State.RUNNING:  # else it is in no engine, and nobody would forget it
-                self._states[chunk.seq] = chunk.seq.drafted, hidden[row + known - 1].clone()
+        rows = list(_rows(batch))
+        if prompts := [(chunk, row) for chunk, row in zip(batch, rows, strict=True) if chunk.n > 1 or chunk.seq.hold]:
+            before = list[Tensor]()
+            for chunk, row in prompts:
+                start = chunk.seq.drafted  # a chunk of one token may have been left out before
+                before += self._before(chunk.seq, start, chunk.seq.computed + 1 - start), hidden[row : row + chunk.n - 1]
+            self._store([(chunk.seq, chunk.seq.computed + chunk.n) for chunk, _ in prompts], torch.cat(before))
+        self._keep(batch, rows, hidden, yields)
 
     @torch.inference_mode()
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
-        """Greedy guesses of a greedy sequence; of another, what is drawn with the noise that the model will draw with."""
+        """Greedy guesses of a greedy sequence; of another, what is drawn with the noise that the model will draw with. None of one that is
+        still far behind."""
+        self._unasked = 0
+        self._catch_up([ask.seq for ask in asks])
         drafts: list[list[int]] = [[] for _ in asks]
         seqs = [imagined(ask.seq) for ask in asks]
-        going = list(range(len(asks)))
-        none = self._head.norm.new_zeros(0, self._head.config.hidden)
-        hidden = torch.stack([self._state(ask.seq, len(ask.seq.tokens) - 1, none) for ask in asks])
-        while going:
-            hidden, logits = self._step([seqs[i].tokens for i in going], [asks[i].seq.blocks for i in going], hidden)
+        going = [i for i, ask in enumerate(asks) if len(ask.seq.tokens) - ask.seq.drafted <= self._few]
+        waiting = [max(1, len(asks[i].seq.tokens) - asks[i].seq.drafted) for i in going]
+        states = [self._before(asks[i].seq, len(asks[i].seq.tokens) - n, n) for i, n in zip(going, waiting, strict=True)]
+        hidden = torch.cat(states) if states else None
+        for i in going:
+            asks[i].seq.drafted = len(asks[i].seq.tokens)
+        while going and hidden is not None:
+            hidden, logits = self._step([seqs[i].tokens for i in going], [asks[i].seq.blocks for i in going], waiting, hidden)
             try:
                 said = sample(logits, [seqs[i] for i in going], self._eos, None, self._head.ops.draw)
             except NothingToSample:
@@ -110,11 +127,11 @@ class HeadDrafter(Drafter):
                 drafts[i].append(token.token)
                 seqs[i].tokens.append(token.token)
             left = [k for k, i in enumerate(going) if len(drafts[i]) < asks[i].most and not self._ends(seqs[i])]
-            going, hidden = [going[k] for k in left], hidden[left]
+            going, hidden, waiting = [going[k] for k in left], hidden[left], [1] * len(left)
         return list(drafts)
 
     def forget(self, seq: Sequence) -> None:
-        self._states.pop(seq, None)
+        self._numbers.pop(seq, None)
 
     def drafting(self, sequences: int) -> Drafting:
         return self._costs.at(sequences)
@@ -128,17 +145,93 @@ class HeadDrafter(Drafter):
         """Whether its last token says that nothing follows."""
         return not seq.params.ignore_eos and seq.tokens[-1] in self._eos
 
-    def _step(self, texts: Seq[list[int]], blocks: Seq[list[int]], hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The hidden state at the last token of each, as the head guesses it, and the logits of what follows."""
-        exact = self._paged.kernels is not None
-        spans = [Span(len(tokens) - 1, 1, own, steps=exact) for tokens, own in zip(texts, blocks, strict=True)]
-        meta = plan(spans, self._paged, self._head.config.attention[-1:])
-        return self._head.forward(self._tensor([tokens[-1] for tokens in texts]), hidden, meta.positions, PagedAttention(self._paged, meta))
+    @property
+    def _few(self) -> int:
+        """Tokens that may wait for the first step of a draft."""
+        return FEW if self._paged.kernels is not None else 1
 
-    def _state(self, seq: Sequence, position: int, like: Tensor) -> Tensor:
-        """The hidden state before `position` `[H]`, or zeros."""
-        at, state = self._states.get(seq, (-1, None))
-        return state if state is not None and at == position else like.new_zeros(like.shape[1])
+    def _step(self, texts: Seq[list[int]], blocks: Seq[list[int]], waiting: Seq[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden state at the last token of each, as the head guesses it, and the logits of what follows. So many of the last tokens
+        of each have no KV yet; `hidden`: the states before them."""
+        exact = self._paged.kernels is not None
+        spans = [Span(len(tokens) - n, n, own, steps=exact) for tokens, n, own in zip(texts, waiting, blocks, strict=True)]
+        meta = plan(spans, self._paged, self._head.config.attention[-1:])
+        tokens = self._tensor([token for text, n in zip(texts, waiting, strict=True) for token in text[-n:]])
+        guessed, logits = self._head.forward(tokens, hidden, meta.positions, PagedAttention(self._paged, meta))
+        if len(guessed) == len(texts):
+            return guessed, logits
+        last = [end - 1 for end in accumulate(waiting)]
+        return guessed[last], logits[last]
+
+    def _catch_up(self, seqs: Seq[Sequence]) -> None:
+        """Computes the KV of those that are far behind, but that of their last token."""
+        ends, left = list[tuple[Sequence, int]](), CAUGHT_UP
+        for seq in seqs:
+            if len(seq.tokens) - seq.drafted > self._few and left > 0:
+                ends.append((seq, min(len(seq.tokens) - 1, seq.drafted + left)))
+                left -= ends[-1][1] - seq.drafted
+        if ends:
+            self._store(ends, torch.cat([self._before(seq, seq.drafted, end - seq.drafted) for seq, end in ends]))
+
+    def _store(self, ends: Seq[tuple[Sequence, int]], before: Tensor) -> None:
+        """Computes the KV of each up to its end, with the states before its tokens `[T, H]`."""
+        begins = [seq.drafted for seq, _ in ends]
+        positions, slots = plan_store(
+            [Span(start, end - start, seq.blocks) for start, (seq, end) in zip(begins, ends, strict=True)], self._paged
+        )
+        tokens = [token for start, (seq, end) in zip(begins, ends, strict=True) for token in seq.tokens[start:end]]
+        kv = self._head.keys(self._tensor(tokens), before, positions)
+        (self._paged.kernels.store if self._paged.kernels else store)(kv, self._paged.layers[0], slots)
+        for seq, end in ends:
+            seq.drafted = end
+
+    def _keep(self, batch: Seq[Chunk], rows: Seq[int], hidden: Tensor, yields: Seq[Tokens]) -> None:
+        """Keeps the states at known tokens that the next guesses may need: for as long as they are few and somebody may ask."""
+        self._unasked += len(hidden)
+        if self._unasked > KEPT:
+            self._kept.clear()
+            self._kept_rows = 0
+            return
+        if len(hidden) == len(batch):
+            kept, seqs, positions = hidden.clone(), [chunk.seq for chunk in batch], [chunk.seq.computed for chunk in batch]
+        else:
+            taken, seqs, positions = list[int](), list[Sequence](), list[int]()
+            for chunk, row, said in zip(batch, rows, yields, strict=True):
+                known = chunk.n + max(0, len(accepted(chunk.drafts, said)) - 1)
+                own = range(chunk.n - 1, known)
+                taken += [row + i for i in own]
+                positions += [chunk.seq.computed + i for i in own]
+                seqs += [chunk.seq] * len(own)
+            kept = hidden[self._tensor(taken)]
+        numbers = [self._numbers.get(seq) or self._number(seq) for seq in seqs]
+        self._kept.append(Kept(kept, numbers, positions))
+        self._kept_rows += len(kept)
+        while self._kept_rows > KEPT:
+            self._kept_rows -= len(self._kept.popleft().states)
+
+    def _number(self, seq: Sequence) -> int:
+        """0 for one that is in no engine: nobody would forget it."""
+        if seq.state is not State.RUNNING:
+            return 0
+        self._next += 1
+        self._numbers[seq] = self._next
+        return self._next
+
+    def _before(self, seq: Sequence, start: int, n: int) -> Tensor:
+        """The hidden states before `n` positions from `start` on `[n, H]`; zeros where they are not known."""
+        found, left = self._head.norm.new_zeros(n, self._head.config.hidden), n
+        if (number := self._numbers.get(seq)) is None:
+            return found
+        for states, numbers, positions in reversed(self._kept):
+            i = numbers.index(number) if number in numbers else len(numbers)
+            while i < len(numbers) and numbers[i] == number:
+                if 0 <= (at := positions[i] + 1 - start) < n:
+                    found[at] = states[i]
+                    left -= 1
+                i += 1
+            if left <= 0:
+                break
+        return found
 
     def _tensor(self, ids: list[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self._head.norm.device)
