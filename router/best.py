@@ -37,4 +37,4 @@ class Best:
 
 
 def _silent(pieces: Pieces) -> Pieces:
-    return replace(pieces, pieces=tuple(replace(piece, token=replace(piece.token, logprob=None, top=())) for piece in pieces.pieces))
+    return replace(pieces, pieces=tuple(piece._replace(token=piece.token._replace(logprob=None, top=())) for piece in pieces.pieces))

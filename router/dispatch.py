@@ -406,7 +406,9 @@ class Dispatcher:
             raise BatonError(Reason.POISONOUS, message, metadata=emitted(request)) from error
 
     def _refuse_poison(self, request: Request) -> None:
-        if self._model.served is not None and (left_s := self._poison.refusal(*self._prompt(request), self._clock())) is not None:
+        if not self._poison.quarantines or self._model.served is None:
+            return
+        if (left_s := self._poison.refusal(*self._prompt(request), self._clock())) is not None:
             raise BatonError(Reason.POISONOUS, f"workers died of this prompt; it is refused for another {left_s:.0f} s")
 
     async def _wait_for_trial(self, request: Request) -> None:

@@ -14,7 +14,7 @@ from baton.engine.core.speculation import UNASKED, Speculation
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.conversation import MAX_TOOLS, MAX_TOOLS_BYTES, PLAIN, Aside, Call, Setting, Tool, parsed
-from router.events import Accepted, Event, Finished, Piece, Pieces
+from router.events import Accepted, Event, Finished, Pieces
 from router.found import Found
 from router.request import PromptToken, Scores, Trace
 from router.service import GenerateService
@@ -209,7 +209,7 @@ def to_response(event: Event) -> pb.GenerateResponse:
         case Scores():
             return pb.GenerateResponse(prompt_logprobs=pb.PromptLogprobs(tokens=map(_to_prompt_token, event.tokens)))
         case Pieces():
-            return pb.GenerateResponse(tokens=pb.Tokens(tokens=map(_to_token, event.pieces), choice=event.choice))
+            return _to_tokens(event)
         case Found():
             return pb.GenerateResponse(hypothesis=_to_hypothesis(event))
         case Finished():
@@ -221,16 +221,23 @@ def _to_prompt_token(token: PromptToken) -> pb.PromptToken:
     return pb.PromptToken(index=token.index, id=token.id, logprob=token.logprob, rank=token.rank, top=top)
 
 
-def _to_token(piece: Piece) -> pb.Token:
-    token = piece.token
-    top = [pb.TopLogprob(id=id_, logprob=logprob) for id_, logprob in token.top]
-    told = pb.Token(index=piece.index, id=token.id, text=piece.text, logprob=token.logprob, top=top)
-    if token.guessed or token.rejected:
-        told.guessed, told.rejected = token.guessed, token.rejected
-    if piece.deltas:
-        told.reasoning = _thought(piece.deltas)
-        told.tool_calls.extend(_calls(piece.deltas))
-    return told
+def _to_tokens(event: Pieces) -> pb.GenerateResponse:
+    """Tokens are made where they stay: to copy each into its message takes four times as long."""
+    response = pb.GenerateResponse()
+    response.tokens.choice = event.choice
+    add = response.tokens.tokens.add
+    for index, token, text, deltas in event.pieces:
+        told = add(index=index, id=token.id, text=text)
+        if token.logprob is not None:
+            told.logprob = token.logprob
+        for id_, logprob in token.top:
+            told.top.add(id=id_, logprob=logprob)
+        if token.guessed or token.rejected:
+            told.guessed, told.rejected = token.guessed, token.rejected
+        if deltas:
+            told.reasoning = _thought(deltas)
+            told.tool_calls.extend(_calls(deltas))
+    return response
 
 
 def _to_hypothesis(event: Found) -> pb.Hypothesis:

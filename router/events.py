@@ -1,6 +1,7 @@
 """What the service says about a request, to the doors."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from baton.engine.core.sampling import SamplingParams
 from router.choices import seeded
@@ -31,11 +32,10 @@ class Accepted:
         return replace(self, params=seeded(self.params, choice)) if choice else self
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One token of the output and the text that it completed: content alone, if calls and thinking are told apart."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # nobody searches in a piece
     token: Token
     text: str
     deltas: tuple[Delta, ...] = ()  # all of it, if they are

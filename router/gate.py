@@ -3,8 +3,8 @@
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 
 from baton.clock import loop_time
 from baton.cluster.config_router import RouterConfig
@@ -51,8 +51,14 @@ class Gate:
         turn = self._waiting[slot] = asyncio.get_running_loop().create_future()
         try:
             await self._enter(slot, turn, ask.priority, self._due(entry, ask, deadline))
-            with self._timed(entry):
+            began = self._clock()
+            try:
                 yield
+            except BatonError as error:
+                if error.reason is Reason.DEADLINE:
+                    self._admission.pace.note_failure(self._clock() - began)
+                raise
+            self._note_pace(entry, began)
         finally:
             del self._waiting[slot]
             if self._clock() - self._judged_at >= JUDGE_S:
@@ -88,18 +94,11 @@ class Gate:
         never = float("inf")
         return Due(deadline, limits.get("ttft", never), limits.get("e2e", never), left)
 
-    @contextmanager
-    def _timed(self, entry: Entry) -> Iterator[None]:
-        """Measures the pace from a request that ends well or runs out of time. A request that its client gave up does not count."""
-        began, pace = self._clock(), self._admission.pace
-        try:
-            yield
-        except BatonError as error:
-            if error.reason is Reason.DEADLINE:
-                pace.note_failure(self._clock() - began)
-            raise
+    def _note_pace(self, entry: Entry, began: float) -> None:
+        """Measures the pace from a request that ends well. One that runs out of time is a failure, and one that its client gave up does
+        not count."""
         if entry.request is not None and entry.trace.first_at:
-            pace.note(self._clock() - began, entry.trace.first_at - began, entry.request.made)
+            self._admission.pace.note(self._clock() - began, entry.trace.first_at - began, entry.request.made)
 
     def _look(self) -> None:
         self._timer = None

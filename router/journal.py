@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from baton.clock import loop_time
+from baton.clock import clock_of_loop
 from baton.cluster import semconv
 from baton.cluster.config_router import SloConfig
 from baton.cluster.errors import BatonError, Reason
@@ -205,11 +205,11 @@ class Journal:
         request_id: str = "",
         traceparent: str = "",
         tenant: str = "",
-        clock: Callable[[], float] = loop_time,
+        clock: Callable[[], float] | None = None,
         tracestate: str = "",
     ) -> Entry:
-        """`operation`: a name from OpenTelemetry's GenAI conventions."""
-        trace = Trace(Stopwatch(clock), self._tracer.begin(f"{operation} {self._model}", traceparent, tracestate))
+        """`operation`: a name from OpenTelemetry's GenAI conventions. `clock`: None: that of the running loop."""
+        trace = Trace(Stopwatch(clock or clock_of_loop()), self._tracer.begin(f"{operation} {self._model}", traceparent, tracestate))
         return Entry(self, trace, operation, request_id[:MAX_REQUEST_ID], self._wall_clock(), tenant)
 
     @contextmanager

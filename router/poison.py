@@ -86,6 +86,11 @@ class Poison:
         if len(self._until) > MAX_PROMPTS:
             del self._until[next(iter(self._until))]
 
+    @property
+    def quarantines(self) -> bool:
+        """Whether any prompt may be refused."""
+        return bool(self._until)
+
     def refusal(self, parents: Sequence[bytes], block_size: int, prompt: Sequence[int], now: float) -> float | None:
         """Returns the seconds for which `prompt` is still refused, or None. It is refused if it is in quarantine, or if it begins with a
         quarantined prompt of at least one block: many harmless prompts may begin with a shorter one."""

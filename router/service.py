@@ -51,7 +51,7 @@ from router.tools import generic
 from router.tools.forms import TAIL, Forms
 from router.tools.reading import Reader
 from router.transcript import Said, Transcript
-from router.validate import Ask, Context, Limits, check, predicts_too_much, recommend, resolve
+from router.validate import Ask, AskSampling, Context, Limits, check, predicts_too_much, recommend, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,11 @@ class ModelText:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The seed and the id for a request that does not bring its own."""
+    """The seed and the id for a request that does not bring its own, and the time."""
 
     seed: Callable[[], int]
     request_id: Callable[[], str]
+    clock: Callable[[], float] = loop_time  # of the running loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,8 @@ class GenerateService:
         self._path = text.path
         self._grammars: GrammarStore | None = None
         self._dispatcher = dispatcher
-        self._gate = Gate(admission, model, config, journal.objectives)
+        self._clock = draws.clock
+        self._gate = Gate(admission, model, config, journal.objectives, draws.clock)
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_inflight)
         self.texts = KnownTexts(config.known_texts_mib << 20)
         self._config = config
@@ -173,8 +175,8 @@ class GenerateService:
             if self._recommended != NOTHING:
                 ask = self._with_defaults(ask)
             self._check(ask)
-            entry.deadline = deadline = loop_time() + self._clamp(timeout_s)
-            if deadline <= loop_time():
+            entry.deadline = deadline = (now := self._clock()) + self._clamp(timeout_s)
+            if deadline <= now:
                 raise BatonError(Reason.DEADLINE, "the deadline had passed before the request arrived")
             receipt = self._check_receipt(ask, self._served())
             ask, degraded = self._journal.degradation.serve(ask, self._served().offer)
@@ -187,13 +189,13 @@ class GenerateService:
     async def tokenize(self, ask: Ask) -> list[int]:
         """Returns the prompt of `ask` as token ids. Raises BatonError: CONTEXT_LENGTH for a prompt that is longer than the context."""
         self._check(ask)
-        return await self._tokenize(ask, loop_time() + self._config.default_timeout_s)
+        return await self._tokenize(ask, self._clock() + self._config.default_timeout_s)
 
     async def render(self, ask: Ask) -> Rendered:
         """What `generate` would compute of `ask`. Nothing is computed, and nothing is charged. Raises BatonError."""
         ask = self._with_defaults(ask)
         self._check(ask)
-        plan = await self._make_plan(ask, None, loop_time() + self._config.default_timeout_s, Trace(Stopwatch(loop_time)))
+        plan = await self._make_plan(ask, None, self._clock() + self._config.default_timeout_s, Trace(Stopwatch(self._clock)))
         return Rendered(plan.request.tokens, plan.request.params, plan.stops)
 
     def _with_defaults(self, ask: Ask) -> Ask:
@@ -243,22 +245,19 @@ class GenerateService:
             entry.request, entry.trace.step = request, ""
             with self._journal.shared(entry, ask.traceparent, ask.tracestate, [other for other, _ in plan.others]) as entries:
                 async with self._charged(ask.tenant, plan), aclosing(self._answers(plan, ask, entries, deadline)) as events:
-                    # What the client sends back to go on: its own form, not the one that follows from tools and thinking.
-                    told = replace(request.params, structured=ask.sampling.structured, logprobs=ask.sampling.logprobs)
-                    facts = (plan.id, self.model_name, request.prompt_len, told)
+                    facts = (plan.id, self.model_name, request.prompt_len, _told(request.params, ask.sampling))
                     yield Accepted(*facts, plan.stops, plan.receipt, request.resumed, text.shown, plan.relaxed, ask.n, degraded)
                     async for event in events:
                         yield event
 
-    async def _answers(
+    def _answers(
         self, plan: _Plan, ask: Ask, entries: Sequence[Entry], deadline: float
     ) -> AsyncGenerator[Scores | Pieces | Found | Finished, None]:
-        if not plan.others:
-            run = self._run(plan.request, plan.text, entries[0]) if ask.beams is None else self._search(plan, entries[0], deadline)
-            async with aclosing(run) as events:
-                async for event in events:
-                    yield event
-            return
+        if ask.beams is not None:
+            return self._search(plan, entries[0], deadline)
+        return self._choices(plan, ask, entries) if plan.others else self._run(plan.request, plan.text, entries[0])
+
+    async def _choices(self, plan: _Plan, ask: Ask, entries: Sequence[Entry]) -> AsyncGenerator[Scores | Pieces | Finished, None]:
         runs = [self._run(*each, entry) for each, entry in zip(((plan.request, plan.text), *plan.others), entries, strict=True)]
         best = Best(ask.n, len(runs), ask.sampling.logprobs) if ask.computed > ask.n else None
         async with aclosing(merge(runs)) as merged:
@@ -324,7 +323,7 @@ class GenerateService:
         if form is None:
             return ()
         with _refusing("sampling.structured"):
-            return (await self._store(served).compiled(form, deadline - loop_time())).relaxed
+            return (await self._store(served).compiled(form, deadline - self._clock())).relaxed
 
     async def _check_output(self, ask: Ask, thinking: ThinkingBudget | None, served: Served, deadline: float) -> None:
         """Whether a worker can hold the rest of the output to its form and to the budget of its thinking. Raises like `_check_form`."""
@@ -332,7 +331,7 @@ class GenerateService:
         if thinking is None and (form is None or not output):
             return
         with _refusing("max_thinking_tokens" if form is None else "sampling.structured"):
-            async with asyncio.timeout(deadline - loop_time()):
+            async with asyncio.timeout(deadline - self._clock()):
                 await self._store(served).ready(form, output, thinking)
 
     def _store(self, served: Served) -> GrammarStore:
@@ -409,7 +408,7 @@ class GenerateService:
     async def _tokenize(self, ask: Ask, deadline: float) -> list[int]:
         if ask.token_ids is not None:
             return list(ask.token_ids)
-        left, most = deadline - loop_time(), self.max_model_len
+        left, most = deadline - self._clock(), self.max_model_len
         if ask.messages is not None:
             messages, names, setting = ask.messages, ask.names, self._setting(ask)
             if not self._forms.templated and (setting.offered or setting.asides):
@@ -426,7 +425,7 @@ class GenerateService:
         if ask.predicted_text is None:
             return ask.speculation
         field = "prediction.text"
-        within_s = deadline - loop_time()
+        within_s = deadline - self._clock()
         ids = await self._pool.run(self._tokenizer.encode_output, ask.predicted_text, field, within_s=within_s, begun=True)
         if wrong := predicts_too_much(len(ids), ask, served.max_model_len):
             raise invalid(field, wrong)
@@ -435,7 +434,7 @@ class GenerateService:
     async def _off_loop(self, long: bool, deadline: float, function: Callable[..., T], *arguments: Any) -> T:
         """Calls `function`, if it takes `long` in a thread."""
         if long:
-            return await self._pool.run(function, *arguments, within_s=deadline - loop_time(), begun=True)
+            return await self._pool.run(function, *arguments, within_s=deadline - self._clock(), begun=True)
         return function(*arguments)
 
     @asynccontextmanager
@@ -471,6 +470,13 @@ def _refusing(field: str) -> Iterator[None]:
         raise invalid(field, str(error)) from None
     except (GrammarsBusy, TimeoutError) as error:
         raise BatonError(Reason.SATURATED, str(error) or "the form of the output was not ready in time") from None
+
+
+def _told(params: SamplingParams, asked: AskSampling) -> SamplingParams:
+    """What the client sends back to go on: its own form, not the one that follows from tools and thinking."""
+    if params.structured is asked.structured and params.logprobs == asked.logprobs:
+        return params
+    return replace(params, structured=asked.structured, logprobs=asked.logprobs)
 
 
 def _scores(request: Request) -> Iterator[Scores]:

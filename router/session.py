@@ -27,6 +27,7 @@ class Session(Generic[E]):
     def __init__(self, worker: str, stream: Any, command: Callable[..., Any], commands: Callable[..., Any]) -> None:
         """`worker`: its name. `stream`: the gRPC call. `command` and `commands`: the types of one command and of a message of several."""
         self.lost = False
+        self.loop = asyncio.get_running_loop()
         self._worker = worker
         self._stream = stream
         self._command, self._commands = command, commands
@@ -151,8 +152,12 @@ class Call(Generic[E]):
         self.sent = False  # whether the worker may have seen it
         self.cancelled = False
         self._session = session
+        self._late: BatonError | None = None
+        self._timer = session.loop.call_later(timeout_s, self._expire)
+
+    def _expire(self) -> None:
         self._late = BatonError(Reason.DEADLINE, "the deadline of the request has passed")
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, put, self, self._late)
+        self.put(self, self._late)
 
     def __enter__(self) -> Self:
         return self

@@ -5,8 +5,8 @@ nothing about the text is taken from the client.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from baton.cluster.errors import invalid
 from baton.engine.core.sampling import SamplingParams
@@ -22,8 +22,7 @@ PROMPT_TAIL = 8  # ids; only whether any of them is text matters
 _NOTHING: Mapping[int, bytes] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
+class Said(NamedTuple):
     """What a token completes. `deltas`: all of it in order, if calls or thinking are told apart; `text`: the content."""
 
     text: str

@@ -9,8 +9,7 @@ log-probabilities and without.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 BYTES_IN_A_TURN = 16 << 10  # about 4 ms; a turn may see the last of one budget and the first of the next
 BYTES_AT_ONCE = 4 << 10  # the most that one stream does between two calls of `spend`
@@ -44,13 +43,9 @@ class TurnBudget:
         else:
             self._waiting.append((size, work))
 
-    @asynccontextmanager
-    async def ending(self) -> AsyncIterator[None]:
+    def ending(self) -> "_Ending":
         """A request that ends with this block waits for a turn that has room for its end."""
-        try:
-            yield
-        finally:
-            await self.spend(BYTES_OF_AN_END)
+        return _Ending(self)
 
     def _note(self, size: int) -> None:
         self._spent += size
@@ -64,3 +59,14 @@ class TurnBudget:
             size, work = self._waiting.popleft()
             self._note(size)
             work()
+
+
+class _Ending:
+    def __init__(self, budget: TurnBudget) -> None:
+        self._budget = budget
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self._budget.spend(BYTES_OF_AN_END)

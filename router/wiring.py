@@ -12,7 +12,7 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2
 
-from baton.clock import loop_time
+from baton.clock import clock_of_loop, loop_time
 from baton.cluster import pulse
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.connect import connect_registry
@@ -130,9 +130,8 @@ class RouterProcess:
     def _serve(self, tokenizer: Tokenizer, watch: Watch) -> None:
         """What answers a request, from the service to the workers, and its metrics."""
         config, model = self.config, self._view.models[self._model_name]
-        dispatcher = Dispatcher(
-            model, self._workers, config.router, max_queue=config.engine.max_queue, caching=config.engine.prefix_caching
-        )
+        clock, engine = clock_of_loop(), config.engine
+        dispatcher = Dispatcher(model, self._workers, config.router, clock, engine.max_queue, engine.prefix_caching)
         self.service = GenerateService(
             model=model,
             text=self._text(tokenizer),
@@ -140,7 +139,7 @@ class RouterProcess:
             admission=self._admission,
             config=config.router,
             journal=self._journal,
-            draws=Draws(lambda: secrets.randbits(63), draw_id),
+            draws=Draws(lambda: secrets.randbits(63), draw_id, clock),
             tenancy=self._tenancy(),
         )
         self._closers.callback(self.service.close)

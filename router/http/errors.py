@@ -17,6 +17,7 @@ _CODES = {
     Reason.SATURATED: "overloaded",
 }
 _NO_NAMES: Mapping[str, str] = {}
+_write = json.JSONEncoder(separators=(",", ":")).encode  # made once: `json.dumps` makes an encoder for each call, and a token is a call
 
 
 class HttpError(Exception):
@@ -82,4 +83,4 @@ def to_param(field: str, names: Mapping[str, str]) -> str:
 
 def to_json(value: Any) -> bytes:
     """Writes ASCII, because some readers of event streams end a line at Unicode's line separators."""
-    return json.dumps(value, separators=(",", ":")).encode()
+    return _write(value).encode()

@@ -313,7 +313,8 @@ def completion(body: bytes, caller: Caller) -> Asked:
     names = {"text": "prompt", "token_ids": "prompt", "token_ids.ids": "prompt"}
     if echoed is not None and given.prompt_logprobs is None:
         names["prompt_logprobs"] = "logprobs"
-    return replace(_asked(given, asks, caller, chat=False, names=names), echoes=bool(given.echo), echoed_logprobs=echoed)
+    asked = _asked(given, asks, caller, chat=False, names=names)
+    return replace(asked, echoes=True, echoed_logprobs=echoed) if given.echo else asked
 
 
 def tokenize(body: bytes) -> tuple[Ask, Mapping[str, str]]:
@@ -374,8 +375,13 @@ def _asked(given: Generation, prompts: list[Ask], caller: Caller, *, chat: bool,
     asked = asked_of(given, prompts, caller, n=n, names=names | forms.called(given) | {"output_so_far.ids": "output_so_far"})
     if beams is not None:  # one search has them all
         asked = replace(asked, beams=True, asks=tuple(replace(ask, n=1, best_of=None) for ask in asked.asks))
-    asked = replace(asked, chat=chat, token_ids=bool(given.return_token_ids), sampling=bool(given.return_sampling))
-    return replace(asked, prompt_logprobs=given.prompt_logprobs)
+    return replace(
+        asked,
+        chat=chat,
+        token_ids=bool(given.return_token_ids),
+        sampling=bool(given.return_sampling),
+        prompt_logprobs=given.prompt_logprobs,
+    )
 
 
 def _beams(given: Generation, n: int) -> Beams | None:
