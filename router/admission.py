@@ -1,11 +1,12 @@
 """Decides how many requests are served at a time, which ones wait, and which ones are refused because they would wait in vain.
 
-A request gets a place immediately while one is free. Otherwise it waits, by priority and then in order of arrival, and is refused if the
-queue is full. `overload` sets what happens when more requests arrive than can be served:
+A request gets its places immediately while they are free: one for each sequence that the workers run for it, or all that there are if that
+is fewer. Otherwise it waits, by priority and then in order of arrival, and is refused if the queue is full. Nobody passes a request that
+waits for several places: they would never be free together. `overload` sets what happens when more requests arrive than can be served:
 
     queue   Every request that finds room in the queue waits. Under overload all are late: the wait grows with the queue.
     codel   A request that could not start in time is refused immediately, and one that becomes hopeless in the queue is dropped. The
-            expected wait is the number of requests ahead times the measured time from one freed place to the next. A burst may fill the
+            expected wait is the places for those ahead times the measured time from one freed place to the next. A burst may fill the
             queue until the last request is just in time. A standing queue (its waits have been longer than TARGET for a whole interval) is
             not a burst: it is kept to a SHARE of that length, because at the limit every error of the estimate is a miss.
     lifo    Like codel, but in a standing queue the newest request of the lowest priority number goes first.
@@ -22,7 +23,7 @@ All times are seconds on the caller's clock.
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from router.pace import Pace
@@ -76,6 +77,16 @@ class _Waiter:
     priority: int
     since: float
     due: Due
+    weight: int  # places that it asks for
+    taken: int  # that it would have got when it came
+
+
+@dataclass(slots=True)
+class _Line:
+    """Those of one priority, in order of arrival: all of them may be let in at once."""
+
+    waiting: dict[str, None] = field(default_factory=dict)
+    places: int = 0  # for all of them
 
 
 ANY_TIME = Due()
@@ -97,54 +108,57 @@ class Admission:
             raise ValueError(f"cannot serve {max_inflight} requests and queue {max_queue}")
         self.max_inflight = max_inflight
         self.max_queue = max_queue
-        self.places = max_inflight  # how many requests may be served now, `max_inflight` at most
+        self.places = max_inflight  # how many sequences may be served now, `max_inflight` at most
         self.room = max_queue  # how many may wait now, `max_queue` at most
         self.elsewhere = ALONE  # counts from the next `resize` on
         self.pace = Pace()
         self._overload = overload
-        self._inside: set[str] = set()
+        self._inside: dict[str, int] = {}  # request → its places
+        self.inflight = 0  # all of these
         self._waiting: dict[str, _Waiter] = {}  # in order of arrival
-        self._lines: dict[int, dict[str, None]] = {}  # those of each priority, in the same order: all of them may be let in at once
+        self._lines: dict[int, _Line] = {}  # by priority
         self._standing_since: float | None = None  # when the first of consecutive waits longer than the target was noted
         self._refusals: deque[float] = deque(maxlen=65536)  # times of the recent refusals
-
-    @property
-    def inflight(self) -> int:
-        return len(self._inside)
 
     @property
     def queued(self) -> int:
         return len(self._waiting)
 
-    def enter(self, request_id: str, priority: int = 0, now: float = 0.0, due: Due = ANY_TIME) -> Admitted | Queued | Refused:
+    def enter(
+        self, request_id: str, priority: int = 0, now: float = 0.0, due: Due = ANY_TIME, weight: int = 1
+    ) -> Admitted | Queued | Refused:
         """The waiting request with the lowest `priority` goes first; among equals, the earliest. A request that is already here keeps its
-        place."""
+        place. `weight`: the sequences that it makes the workers run."""
         if request_id in self._inside:
             return Admitted()
         if request_id in self._waiting:
             priority = self._waiting[request_id].priority
-            return Queued(self._before(priority) + list(self._lines[priority]).index(request_id))
-        if self.inflight < self.places:  # then nobody waits
-            self._inside.add(request_id)
+            lines = [line for other, line in self._lines.items() if other < priority]
+            return Queued(sum(len(line.waiting) for line in lines) + list(self._lines[priority].waiting).index(request_id))
+        lines = [line for other, line in self._lines.items() if other <= priority]
+        if not lines and self._fits(weight):
+            self._admit(request_id, weight)
             self._note_wait(0.0, now)
             return Admitted()
-        ahead = self._before(priority) + len(self._lines.get(priority, ()))
-        wait, room = (ahead + 1) * self._turn_s, self._room_s(due, now, now)
+        ahead, taken = sum(len(line.waiting) for line in lines), min(weight, self.places)
+        wait, room = (sum(line.places for line in lines) + taken) * self._turn_s, self._room_s(due, now, now)
         if self.queued >= self.room or wait > room * (SHARE if self.standing(now) else 1.0):
             return self._refuse(wait - room, now)
-        self._waiting[request_id] = _Waiter(priority, now, due)
-        self._lines.setdefault(priority, {})[request_id] = None
+        self._waiting[request_id] = _Waiter(priority, now, due, weight, taken)
+        line = self._lines.setdefault(priority, _Line())
+        line.waiting[request_id] = None
+        line.places += taken
         return Queued(ahead)
 
     def leave(self, request_id: str, now: float = 0.0) -> list[str]:
         """Removes a request that was served, failed, or stopped waiting. Returns those admitted now. An unknown id changes nothing."""
         if request_id in self._waiting:
             self._leave_line(request_id)
-        self._inside.discard(request_id)
+        self.inflight -= self._inside.pop(request_id, 0)
         return self._fill(now)
 
     def resize(self, places: int | None, now: float = 0.0) -> list[str]:
-        """Sets how many requests the workers can take now; None: only `max_inflight` bounds them. Returns the requests admitted now."""
+        """Sets how many sequences the workers can take now; None: only `max_inflight` bounds them. Returns the requests admitted now."""
         total = min(self.max_inflight, self.max_inflight if places is None else places)
         self.places = max(1, share(total, self.elsewhere.inflight, self.elsewhere.routers))
         self.room = share(self.max_queue, self.elsewhere.queued, self.elsewhere.routers)
@@ -175,10 +189,14 @@ class Admission:
         """Checks the conservation law. Raises RuntimeError if it is violated."""
         if self._inside & self._waiting.keys():
             raise RuntimeError("a request is both served and waiting")
+        if self.inflight != sum(self._inside.values()):
+            raise RuntimeError(f"{self.inflight} places are taken, and {sum(self._inside.values())} are known")
         if self.inflight > self.max_inflight or self.queued > self.max_queue:
             raise RuntimeError(f"{self.inflight} of {self.max_inflight} served, {self.queued} of {self.max_queue} waiting")
-        if self._waiting and self.inflight < self.places:
-            raise RuntimeError("a request waits although a place is free")
+        if {id_ for line in self._lines.values() for id_ in line.waiting} != self._waiting.keys():
+            raise RuntimeError("the lines hold others than those that wait")
+        if self._waiting and all(self._fits(self._waiting[first].weight) for first in self._lines[min(self._lines)].waiting):
+            raise RuntimeError("a request waits although its places are free")
 
     @property
     def _interval_s(self) -> float:
@@ -186,25 +204,30 @@ class Admission:
 
     def _fill(self, now: float) -> list[str]:
         admitted = []
-        while self._waiting and self.inflight < self.places:
-            chosen = self._next(now)
-            self._note_wait(now - self._leave_line(chosen).since, now)
-            self._inside.add(chosen)
+        while self._waiting and self._fits((waiter := self._waiting[chosen := self._next(now)]).weight):
+            self._leave_line(chosen)
+            self._note_wait(now - waiter.since, now)
+            self._admit(chosen, waiter.weight)
             admitted.append(chosen)
         return admitted
 
-    def _next(self, now: float) -> str:
-        line = self._lines[min(self._lines)]
-        return next(reversed(line) if self._overload == "lifo" and self.standing(now) else iter(line))
+    def _fits(self, weight: int) -> bool:
+        return self.inflight + min(weight, self.places) <= self.places
 
-    def _before(self, priority: int) -> int:
-        return sum(len(line) for other, line in self._lines.items() if other < priority)
+    def _admit(self, request_id: str, weight: int) -> None:
+        self._inside[request_id] = taken = min(weight, self.places)
+        self.inflight += taken
+
+    def _next(self, now: float) -> str:
+        line = self._lines[min(self._lines)].waiting
+        return next(reversed(line) if self._overload == "lifo" and self.standing(now) else iter(line))
 
     def _leave_line(self, request_id: str) -> _Waiter:
         waiter = self._waiting.pop(request_id)
         line = self._lines[waiter.priority]
-        del line[request_id]
-        if not line:
+        del line.waiting[request_id]
+        line.places -= waiter.taken
+        if not line.waiting:
             del self._lines[waiter.priority]
         return waiter
 

@@ -46,11 +46,11 @@ class Gate:
 
     @asynccontextmanager
     async def place(self, entry: Entry, ask: Ask, deadline: float) -> AsyncIterator[None]:
-        """Holds a place among the requests being served. Raises DEADLINE, and SATURATED with the time after which a retry can succeed."""
+        """Holds the places of a request that is served. Raises DEADLINE, and SATURATED with the time after which a retry can succeed."""
         slot = f"{ask.request_id}#{next(self._numbers)}"  # callers may give two requests the same id
         turn = self._waiting[slot] = asyncio.get_running_loop().create_future()
         try:
-            await self._enter(slot, turn, ask.priority, self._due(entry, ask, deadline))
+            await self._enter(slot, turn, ask, self._due(entry, ask, deadline))
             began = self._clock()
             try:
                 yield
@@ -65,10 +65,10 @@ class Gate:
                 self._drop_hopeless()
             self._let_in(self._admission.leave(slot, self._clock()))
 
-    async def _enter(self, slot: str, turn: "asyncio.Future[None]", priority: int, due: Due) -> None:
+    async def _enter(self, slot: str, turn: "asyncio.Future[None]", ask: Ask, due: Due) -> None:
         now = self._clock()
         self._let_in(self._admission.resize(self._count_places(), now))
-        answer = self._admission.enter(slot, priority, now, due)
+        answer = self._admission.enter(slot, ask.priority, now, due, ask.sequences)
         if isinstance(answer, Admitted):
             return
         if isinstance(answer, Refused):

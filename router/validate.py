@@ -119,6 +119,11 @@ class Ask:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def sequences(self) -> int:
+        """How many sequences a worker runs for it."""
+        return self.computed if self.beams is None else self.beams.width
+
+    @property
     def guides(self) -> bool:
         """Whether it says how it may be guessed."""
         return self.predicted_text is not None or self.speculation != UNASKED

@@ -55,7 +55,12 @@ class RouterConfig(Section):
         " costs the router less; the first ones and the end never wait. 0: each token is sent as it comes, unless the router's event loop"
         " is behind: then tokens wait for each other, up to 15 ms.",
     )
-    max_inflight: int = Field(default=256, ge=1, le=65536, description="Maximum number of requests served at a time.")
+    max_inflight: int = Field(
+        default=256,
+        ge=1,
+        le=65536,
+        description="Maximum number of sequences served at a time: each choice of a request is one, and each beam.",
+    )
     max_choices: int = Field(default=128, ge=1, le=1024, description="Maximum number of choices that are computed for one request.")
     max_answer_tokens: int = Field(
         default=1 << 17, ge=128, le=1 << 24, description="Maximum number of tokens of all choices of a request together, if it has several."

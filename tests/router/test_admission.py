@@ -98,12 +98,19 @@ def test_impossible_bounds_are_refused(bounds: tuple[int, int]) -> None:
 
 def test_the_check_detects_broken_states() -> None:
     """Negative control."""
-    lost, doubled, crowded = (Admission(1, 1) for _ in range(3))
-    lost._waiting["a"] = _Waiter(0, 0.0, Due())
-    doubled._inside.add("a")
-    doubled._waiting["a"] = _Waiter(0, 0.0, Due())
-    crowded._inside.update("ab")
-    for broken in (lost, doubled, crowded):
+    lost, doubled, crowded, miscounted, forgotten = (Admission(1, 1) for _ in range(5))
+    lost._waiting["a"] = _Waiter(0, 0.0, Due(), 1, 1)
+    doubled._inside["a"] = doubled.inflight = 1
+    doubled._waiting["a"] = _Waiter(0, 0.0, Due(), 1, 1)
+    crowded._inside |= {"a": 1, "b": 1}
+    crowded.inflight = 2
+    miscounted.enter("a")
+    miscounted.inflight = 0
+    for name in "ab":
+        forgotten.enter(name)
+    forgotten._inside.clear()
+    forgotten.inflight = 0
+    for broken in (lost, doubled, crowded, miscounted, forgotten):
         with pytest.raises(RuntimeError):
             broken.check()
 
@@ -119,6 +126,39 @@ def test_the_number_of_places_can_change() -> None:
     assert admission.resize(None) == ["d", "e"], "only max_inflight limits it"
     assert admission.resize(0) == [] and admission.places == 1
     admission.check()
+
+
+def test_a_request_takes_a_place_for_each_of_its_sequences() -> None:
+    admission = Admission(8, 10)
+    assert admission.enter("four", weight=4) == Admitted() and admission.enter("three", weight=3) == Admitted()
+    assert admission.inflight == 7
+    assert admission.enter("two", weight=2) == Queued(0) and admission.enter("one") == Queued(1), "nobody passes one that waits for two"
+    assert admission.enter("urgent", priority=-1) == Admitted(), "who goes first is not held up by those behind"
+    admission.check()
+    assert admission.leave("three") == ["two", "one"] and admission.inflight == 8
+    assert admission.leave("four") == [] and admission.leave("two") == [] and admission.inflight == 2
+    admission.check()
+
+
+def test_a_request_of_more_sequences_than_places_gets_them_all() -> None:
+    admission = Admission(8, 10)
+    admission.enter("a")
+    assert admission.enter("wide", weight=128) == Queued(0) and admission.enter("b") == Queued(1)
+    assert admission.leave("a") == ["wide"] and admission.inflight == 8
+    admission.check()
+    assert admission.resize(4) == [] and admission.leave("wide") == ["b"], "what it gives back is what it took"
+    assert admission.inflight == 1
+    admission.check()
+
+
+def test_the_wait_behind_many_sequences_is_longer() -> None:
+    """Two places, each held for a second: a place is freed each half second."""
+    for weight, wait_s in ((1, 1.0), (2, 1.5), (50, 1.5)):
+        admission = measured()
+        admission.enter("ahead", 0, 0.0, Due(deadline=300.0), weight)
+        room_s = 1.0 + wait_s  # a request also holds its place for a second
+        assert isinstance(admission.enter("late", 0, 0.0, Due(deadline=room_s - 0.01)), Refused), weight
+        assert admission.enter("in time", 0, 0.0, Due(deadline=room_s + 0.01)) == Queued(1), weight
 
 
 # Overload

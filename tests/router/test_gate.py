@@ -9,6 +9,7 @@ from fake_workers import MODEL
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
+from baton.engine.core.beams import Beams
 from router import gate
 from router.admission import Admission
 from router.gate import Gate
@@ -73,3 +74,14 @@ def test_the_lines_of_the_queue_hold_those_who_wait(overload: Any) -> None:
         admission.check()
     first = [f"r{i}" for priority in range(3) for i in range(20) if i % 3 == priority and i not in (0, 3)]
     assert order == first and not admission._lines
+
+
+@pytest.mark.parametrize(("ask", "places"), [(Ask(), 1), (Ask(n=3), 3), (Ask(n=2, best_of=5), 5), (Ask(beams=Beams(4, 2)), 4)])
+async def test_a_request_holds_a_place_for_each_sequence_that_the_workers_run_for_it(ask: Ask, places: int) -> None:
+    admission, view = Admission(8, 8), ClusterView({MODEL: "tokenizer"})
+    door = Gate(admission, view.models[MODEL], RouterConfig(), {}, clock=lambda: 7.0)
+    journal = Journal(Book("router"), Tracer(), "m", SloConfig(), keep=1)
+    with journal.open("chat") as entry:
+        async with door.place(entry, ask, 1e9):
+            assert admission.inflight == places
+    assert admission.inflight == 0
