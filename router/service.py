@@ -31,7 +31,7 @@ from baton.engine.grammars.store import GrammarStore
 from router.admission import Admission
 from router.beams import check_fit, refusals
 from router.best import Best
-from router.choices import siblings
+from router.choices import COPIED_A_TURN, siblings
 from router.conversation import PLAIN, Setting, with_effort
 from router.dispatch import Dispatcher
 from router.events import Accepted, Event, Finished, Piece, Pieces
@@ -51,6 +51,7 @@ from router.tools import generic
 from router.tools.forms import TAIL, Forms
 from router.tools.reading import Reader
 from router.transcript import Said, Transcript
+from router.turnstile import Turnstile
 from router.validate import Ask, AskSampling, Context, Limits, check, predicts_too_much, recommend, resolve
 
 
@@ -139,6 +140,7 @@ class GenerateService:
         self._dispatcher = dispatcher
         self._clock = draws.clock
         self._gate = Gate(admission, model, config, journal.objectives, draws.clock)
+        self._turns = Turnstile(COPIED_A_TURN)
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_inflight)
         self.texts = KnownTexts(config.known_texts_mib << 20)
         self._config = config
@@ -309,10 +311,8 @@ class GenerateService:
             request.finish = await self._off_loop(True, deadline, text.replay, output, served.eos_token_ids)
         expires_at = time() + self._config.max_timeout_s + CLOCKS_DIFFER_S
         new = Receipt.of(id_, digest, served.model_fingerprint, ask.tenant, expires_at)
-        others = tuple(
-            (other, self._transcript(ask, prompt, other.params, stops, self._forms.call_id(other.id, digest)))
-            for other in siblings(request, id_, ask.computed)
-        )
+        text_of = lambda one: self._transcript(ask, prompt, one.params, stops, self._forms.call_id(one.id, digest))  # noqa: E731
+        others = await siblings(request, id_, ask.computed, text_of, self._turns)
         sealed = b"" if others else ask.resume or new.sealed(self._receipt_key)
         return _Plan(id_, request, text, blank, others, stops, sealed, receipt is not None, relaxed)
 

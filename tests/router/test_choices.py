@@ -15,7 +15,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.toy import naive
 from router.best import Best
-from router.choices import seeded, siblings
+from router.choices import relate, seeded, sibling
 from router.dispatch import Dispatcher
 from router.events import Finished, Piece, Pieces
 from router.family import Family
@@ -46,7 +46,8 @@ class World:
         self.dispatcher = Dispatcher(self.view.models[MODEL], self.workers, config)
         trace = Trace(Stopwatch(time.monotonic))
         first = Request("r-0", list(self.prompt), len(self.prompt), self.params, "", time.monotonic() + 20, trace)
-        self.requests = [first, *siblings(first, "r", 4)]
+        self.requests = [first, *(sibling(first, "r", choice) for choice in range(1, 4))]
+        relate(self.requests)
 
     async def serve(self, leaves: int | None = None) -> list[list[int]]:
         """`leaves`: a choice whose reader has enough after its first token."""

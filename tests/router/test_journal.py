@@ -15,7 +15,7 @@ from baton.cluster.metrics import Book
 from baton.cluster.otel import OtelTracer
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.sampling import SamplingParams
-from router.choices import siblings
+from router.choices import sibling
 from router.curves import STEP_S
 from router.journal import Entry, Journal
 from router.request import Failure, Request
@@ -332,7 +332,8 @@ async def test_a_deadline_of_several_choices_names_a_stage_once() -> None:
     """A message with a part for each would not fit into the trailers."""
     desk, error = Desk(keep=200), BatonError(Reason.DEADLINE, "over")
     with pytest.raises(BatonError), desk.open() as entry:
-        others = siblings(desk.request(entry), "r", 100)
+        first = desk.request(entry)
+        others = [sibling(first, "r", choice) for choice in range(1, 100)]
         with desk.journal.shared(entry, "", "", others):
             raise error
     assert str(error).count("it ended in") == 1

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_workers import MODEL, FakeWorkers, record
+from turns import watched
 
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError, Reason
@@ -82,10 +83,11 @@ class House:
     script: Any = field(default_factory=Script)
     config: RouterConfig = field(default_factory=RouterConfig)
     slo: SloConfig = field(default_factory=SloConfig)
+    context: int = 4096
 
     def __post_init__(self) -> None:
         self.view = ClusterView({MODEL: self.tokenizer.fingerprint})
-        self.view.update([record("d0", tokenizer_fingerprint=self.tokenizer.fingerprint)], 0.0)
+        self.view.update([record("d0", tokenizer_fingerprint=self.tokenizer.fingerprint, max_model_len=self.context)], 0.0)
         self.admission = Admission(self.config.max_inflight, self.config.max_queue)
         numbers = count(1)
         self.book = Book("router", model="toy")
@@ -883,3 +885,23 @@ async def test_without_a_recommendation_baton_has_defaults_of_its_own(tokenizer:
     """Negative control of the test above."""
     accepted, *_ = await House(tokenizer).ask("hello")
     assert isinstance(accepted, Accepted) and (accepted.params.temperature, accepted.params.top_k) == (1.0, 0)
+
+
+async def test_many_choices_of_a_long_prompt_are_made_over_turns(tokenizer: Tokenizer) -> None:
+    """Made in one turn, 128 copies of such a prompt took three times as long as a turn may."""
+    house = House(tokenizer, Script(gate=asyncio.Event()), context=1 << 17)
+    ask = Ask(token_ids=tuple(i % 256 for i in range(60_000)), n=128, sampling=AskSampling(max_tokens=1))
+
+    async def answer() -> list[Event]:
+        async with aclosing(house.service.generate(ask, 60)) as events:
+            return [event async for event in events]
+
+    with watched() as turns:
+        task = asyncio.create_task(answer())
+        await until(lambda: len(house.script.begun) == 128)
+    house.script.gate.set()
+    events = await task
+    assert len([event for event in events if isinstance(event, Finished)]) == 128
+    assert {len(request.tokens) for request in house.script.begun} == {60_003} and len({id(r.tokens) for r in house.script.begun}) == 128
+    turns.check(0.020)
+    house.check()
