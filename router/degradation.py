@@ -13,6 +13,7 @@ from baton.cluster.measures import Measure
 from baton.engine.core.speculation import NONE, UNASKED, Offer
 from router.validate import Ask
 
+Lost = tuple[str, ...]  # what a request does not get: sentences, each beginning with the field
 LEAST = 10  # requests that a judgement needs
 RELAPSE = 10.0  # times the hold after it was left: a level that is entered again within that is held twice as long
 LONGEST = 16.0  # times the hold
@@ -87,9 +88,9 @@ class Degradation:
         self._good_since = now
         return -1
 
-    def serve(self, ask: Ask, offer: Offer) -> tuple[Ask, tuple[str, ...]]:
-        """What is served of `ask`, and in what that differs: sentences, each beginning with the field. A stream that goes on keeps what it
-        began with. Raises SATURATED for a priority that is refused."""
+    def serve(self, ask: Ask, offer: Offer) -> tuple[Ask, Lost]:
+        """What is served of `ask`, and what it does not get. A stream that goes on keeps what it began with. Raises SATURATED
+        for a priority that is refused."""
         if not self.level or ask.resume:
             return ask, ()
         if any(measure.kind == "priority" and ask.priority > measure.value for measure in self.measures):
@@ -97,7 +98,7 @@ class Degradation:
             raise BatonError(Reason.SATURATED, message, retry_after=self._rules.hold_s)
         return self._lower(ask, offer)
 
-    def _lower(self, ask: Ask, offer: Offer) -> tuple[Ask, tuple[str, ...]]:
+    def _lower(self, ask: Ask, offer: Offer) -> tuple[Ask, Lost]:
         told = []
         for measure in self.measures:
             if measure.kind == "speculation" and offer.methods[:1] != (NONE,):

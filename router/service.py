@@ -33,6 +33,7 @@ from router.beams import check_fit, refusals
 from router.best import Best
 from router.choices import COPIED_A_TURN, siblings
 from router.conversation import PLAIN, Setting, with_effort
+from router.degradation import Lost
 from router.dispatch import Dispatcher
 from router.events import Accepted, Event, Finished, Piece, Pieces
 from router.found import Found, found
@@ -236,9 +237,7 @@ class GenerateService:
         receipt.check(ask.request_id, ask.tenant, served.model_fingerprint, time())
         return receipt
 
-    async def _serve(
-        self, ask: Ask, receipt: Receipt | None, deadline: float, entry: Entry, degraded: tuple[str, ...]
-    ) -> AsyncGenerator[Event, None]:
+    async def _serve(self, ask: Ask, receipt: Receipt | None, deadline: float, entry: Entry, degraded: Lost) -> AsyncGenerator[Event, None]:
         entry.trace.step = "admission"
         async with self._gate.place(entry, ask, deadline):
             entry.trace.step = "tokenizing"

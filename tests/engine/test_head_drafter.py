@@ -206,7 +206,7 @@ def test_a_step_in_which_nothing_is_guessed_computes_nothing_for_it(tale_head: P
         calls.append(len(tokens))
         return keys(tokens, *given)
 
-    drafter._head.keys = counted  # type: ignore[method-assign]
+    drafter._head.keys = counted  # type: ignore[method-assign, assignment]
     engine = engine_of(runner, Paced(drafter, 8, Line(((1, 1.0), (2, 3.0)))))
     for i in range(4):
         engine.add(sequence(f"s{i}", [9 + i] * 9, max_tokens=100))
