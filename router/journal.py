@@ -34,6 +34,7 @@ from router.degradation import Degradation, Rules
 from router.request import NEAR_DEADLINE_S, FinishReason, Lap, Request, Stopwatch, Trace, name_the_stage
 from router.request_log import RequestLog
 from router.slo import Attainment, Objectives, Times, missed_because
+from router.split import Split, path_of
 from router.validate import MAX_REQUEST_ID
 
 log = logging.getLogger(__name__)
@@ -160,10 +161,11 @@ class Journal:
         keep: int,
         wall_clock: Callable[[], float] = time.time,
         degradation: Degradation | None = None,
+        split: Split | None = None,
     ) -> None:
         """`keep`: number of records kept."""
         # For `totals`; the metrics count the rest.
-        self.degradation = degradation or Degradation(Rules())
+        self.degradation, self.split, self._alarm = degradation or Degradation(Rules()), split or Split(), ""
         self._demand = 0  # requests that were served, or would have been with room and time for them
         self._goodput = self._handoffs = self._handoff_bytes = self._drafted = self._accepted = 0
         self._drafted_at, self._accepted_at = Counter[str](), Counter[str]()
@@ -192,7 +194,9 @@ class Journal:
         self._stages = book.histograms("baton_router_stage_duration_seconds")
         self._prompt_length = book.histogram("baton_router_request_prompt_tokens")
         self._output_length = book.histogram("baton_router_request_output_tokens")
+        self._paths = book.counters("baton_router_paths_total")
         book.read("baton_router_degradation_level", lambda: self.degradation.level)
+        book.read("baton_router_split_alarm", lambda: bool(self.split.alarm))
         if self._objectives.limits:
             self._met = book.counter("baton_router_slo_met_total")
             self._missed = book.counters("baton_router_slo_missed_total")
@@ -243,6 +247,7 @@ class Journal:
         self._log.tell(now := self._wall_clock())
         self.curves.sample(now, running, queued, kv)
         self._judge_level(now)
+        self._tell_alarm()
 
     def drawn_since(self, number: int) -> list[Point]:
         return self.curves.since(number, self._wall_clock())
@@ -272,6 +277,11 @@ class Journal:
             share = self.degradation.share
             seen = "no request ended lately" if share is None else f"{share:.0%} of the last requests met their objectives"
             log.warning("%s: level %d of overload, %s", "serving less" if change > 0 else "serving more", self.degradation.level, seen)
+
+    def _tell_alarm(self) -> None:
+        before, self._alarm = self._alarm, self.split.alarm
+        if bool(before) != bool(self._alarm):
+            log.warning("%s", self._alarm or "prompts are handed over again as they are meant to be")
 
     @property
     def objectives(self) -> dict[str, float]:
@@ -374,6 +384,9 @@ class Journal:
             self._ttft.observe(times.ttft_s)
         if outcome != "ok":
             return
+        if request.choice == 0 and (path := path_of(trace)) is not None:
+            self._paths[path].inc()
+            self.split.note(trace, path, request.prompt_len - trace.cached_tokens)
         if times.tpot_s is not None:
             self._tpot.observe(times.tpot_s)
         self._duration.observe(times.e2e_s)

@@ -51,6 +51,7 @@ from router.peers import Peers
 from router.rates import Rates, Unlimited, redis_counters
 from router.resume import receipt_key
 from router.service import Draws, GenerateService, ModelText, Tenancy
+from router.split import Split, Wanted
 from router.tokenizer import Tokenizer
 from router.tools.forms import Forms
 from router.turn_budget import TurnBudget
@@ -95,8 +96,17 @@ class RouterProcess:
         self._tracer = make_tracer(config.telemetry, config.cluster.name, "router", self.name)
         self._book = Book("router", model=self._model_name)
         rules = Rules(read_measures(config.router.degrade), config.router.degrade_below, hold_s=config.router.degrade_hold_s)
+        # Who names devices or transports of UCX asks for NIXL.
+        ucx = "nixl" if config.kv.ucx_tls or config.kv.ucx_net_devices else ""
+        wanted = Wanted(config.prefill.replicas > 0, ucx if config.kv.transport == "auto" else config.kv.transport)
         self._journal = Journal(
-            self._book, self._tracer, self._model_name, config.slo, config.telemetry.recent_requests, degradation=Degradation(rules)
+            self._book,
+            self._tracer,
+            self._model_name,
+            config.slo,
+            config.telemetry.recent_requests,
+            degradation=Degradation(rules),
+            split=Split(wanted),
         )
         self._metrics = MetricsServer(config, Exposition(self._book), lambda: self.stage is Stage.READY, self._guard, self._targets)
         self._health_pages = HealthServer(config, lambda: self.stage, waits_for=self._waits_for)

@@ -166,7 +166,8 @@ def status(cluster: dict[str, Any]) -> Group:
     routers = _routers(cluster["routers"]) if len(cluster["routers"]) > 1 else endpoints
     reasons = [Text(f"{worker['name']}: {worker['error']}", style="red") for worker in cluster["workers"] if worker.get("error")]
     tiers = [_tier(worker["name"], tier) for worker in cluster["workers"] for tier in worker["tiers"]]
-    return Group(head, routers, table, *tiers, *reasons, *(_start(start) for start in cluster["starts"]))
+    alarm = [Text(router["alarm"], style="red")] if router["alarm"] else []
+    return Group(head, *alarm, routers, table, *tiers, *reasons, *(_start(start) for start in cluster["starts"]))
 
 
 def _tier(worker: str, tier: dict[str, Any]) -> Text:

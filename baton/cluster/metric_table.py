@@ -38,6 +38,7 @@ FINISHES = ("stop", "length")
 TRANSPORTS = ("nixl", "nixl_vram", "tcp", "cuda_ipc", "none")
 OBJECTIVES = ("ttft", "tpot", "e2e")
 DOORS = ("grpc", "http")
+BYPASSES = ("short", "cached", "no prefill worker", "same worker", "prompt_logprobs")
 METHODS = (*(name for name in get_args(EngineOptions.model_fields["speculation"].annotation) if name != "none"), "prediction")
 POSITIONS = tuple(str(place) for place in range(1, 17))
 TIERS = MEDIA[1:]
@@ -162,7 +163,16 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         "baton_router_bypasses_total", "counter", "requests", ROUTER,
         "Prompts that the router sent straight to a decode worker to compute, without a handoff.",
-        {"reason": ("short", "cached", "no prefill worker", "same worker", "prompt_logprobs")},
+        {"reason": BYPASSES},
+    ),
+    Metric(
+        "baton_router_paths_total", "counter", "requests", ROUTER,
+        "Successful requests by how the KV of their prompt came to the decode worker, and why if it was not handed over.",
+        {"path": ("handoff", "bypass", "recomputed"), "why": ("", *BYPASSES, *REASONS)},
+    ),
+    Metric(
+        "baton_router_split_alarm", "gauge", "alarms", ROUTER,
+        "1 while the cluster is set up to hand prompts over, and most that are worth it are not, or by another transport.",
     ),
     Metric(
         "baton_router_retries_total", "counter", "attempts", ROUTER,

@@ -845,16 +845,18 @@ class RouterInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., model_name: _Optional[str] = ..., inflight: _Optional[int] = ..., queued: _Optional[int] = ...) -> None: ...
 
 class RouterStatus(_message.Message):
-    __slots__ = ("pid", "inflight", "queued", "registry")
+    __slots__ = ("pid", "inflight", "queued", "registry", "alarm")
     PID_FIELD_NUMBER: _ClassVar[int]
     INFLIGHT_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     REGISTRY_FIELD_NUMBER: _ClassVar[int]
+    ALARM_FIELD_NUMBER: _ClassVar[int]
     pid: int
     inflight: int
     queued: int
     registry: str
-    def __init__(self, pid: _Optional[int] = ..., inflight: _Optional[int] = ..., queued: _Optional[int] = ..., registry: _Optional[str] = ...) -> None: ...
+    alarm: str
+    def __init__(self, pid: _Optional[int] = ..., inflight: _Optional[int] = ..., queued: _Optional[int] = ..., registry: _Optional[str] = ..., alarm: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("record", "residue", "error")
@@ -906,7 +908,7 @@ class LiveResponse(_message.Message):
     def __init__(self, clock: _Optional[float] = ..., model: _Optional[str] = ..., router: _Optional[_Union[LiveRouter, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[LiveWorker, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[LiveJob, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[TraceRecord, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[LiveError, _Mapping]]] = ..., totals: _Optional[_Union[LiveTotals, _Mapping]] = ..., slo: _Optional[_Union[LiveSlo, _Mapping]] = ..., routers: _Optional[_Iterable[_Union[RouterInfo, _Mapping]]] = ..., unlisted: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LiveRouter(_message.Message):
-    __slots__ = ("inflight", "queued", "registry", "requests", "degraded")
+    __slots__ = ("inflight", "queued", "registry", "requests", "degraded", "alarm")
     class RequestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -919,12 +921,14 @@ class LiveRouter(_message.Message):
     REGISTRY_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    ALARM_FIELD_NUMBER: _ClassVar[int]
     inflight: int
     queued: int
     registry: str
     requests: _containers.ScalarMap[str, int]
     degraded: int
-    def __init__(self, inflight: _Optional[int] = ..., queued: _Optional[int] = ..., registry: _Optional[str] = ..., requests: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[int] = ...) -> None: ...
+    alarm: str
+    def __init__(self, inflight: _Optional[int] = ..., queued: _Optional[int] = ..., registry: _Optional[str] = ..., requests: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[int] = ..., alarm: _Optional[str] = ...) -> None: ...
 
 class LiveWorker(_message.Message):
     __slots__ = ("name", "role", "state", "incarnation", "kv_blocks", "transport", "running", "waiting", "free_blocks", "credit_tokens", "cached_blocks", "leases", "waiting_tokens", "blocks_in_use", "requests", "silent", "restarting", "gpus", "speculation", "tiers")

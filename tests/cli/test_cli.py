@@ -47,7 +47,7 @@ FREE_PORTS = ("--router.port", "0", "--router.admin-port", "0", "--router.http-p
 STATUS: dict[str, Any] = {
     "endpoints": {"grpc": "127.0.0.1:1", "admin": "127.0.0.1:2"},
     "model": "[red]small",
-    "router": {"pid": 1, "inflight": 2, "queued": 3, "registry": "away"},
+    "router": {"pid": 1, "inflight": 2, "queued": 3, "registry": "away", "alarm": ""},
     "workers": [],
     "routers": [],
     "starts": [],

@@ -74,6 +74,7 @@ function showNumbers(now) {
   meter.hidden = attainment === null;
   if (attainment !== null) Object.assign(meter, { value: attainment, low: 0.9, high: 0.95, optimum: 1 });
   put("flight", `${now.router.inflight}`, `in flight now${now.router.queued ? `, ${now.router.queued} more queued` : ""}${now.router.degraded ? `, overload level ${now.router.degraded}` : ""}`);
+  Object.assign($("alarm"), { hidden: !now.router.alarm, textContent: now.router.alarm });
   put("tokens", short(rate("output_tokens")), "output tokens/s");
   const [cached, prompt] = ["cached_tokens", "prompt_tokens"].map((name) => gained(name, COMPLETED_OVER_S).more);
   put("cached", prompt ? percent(cached / prompt) : "–", "prompt tokens cached, last minute");
