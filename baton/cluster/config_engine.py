@@ -2,8 +2,9 @@
 `baton.engine.options`."""
 
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from baton.section import Section
 
@@ -83,6 +84,18 @@ class TiersConfig(Section):
         " it. Not set: none is kept there.",
     )
     disk_mib: int | None = Field(default=None, ge=1, description="Room that each worker may take on the disk, MiB; needed with disk.")
+    object: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Where in an object store KV is kept for all workers, s3://BUCKET/PREFIX or another URL that fsspec knows. Not set:"
+        " none is kept there.",
+    )
+    object_mib: int | None = Field(
+        default=None, ge=1, description="Room that each worker may take in the object store, MiB; needed with object."
+    )
+    object_endpoint: str | None = Field(
+        default=None, pattern=r"^https?://[^/]+$", description="Address of the S3 server; by default that of AWS, or AWS_ENDPOINT_URL."
+    )
     save: Literal["evicted", "at_once"] = Field(
         default="evicted",
         description="When a block is copied to a tier. evicted: shortly before its room in the pool is needed; at_once: when it is full, so"
@@ -100,17 +113,29 @@ class TiersConfig(Section):
     key_file: str | None = Field(
         default=None,
         min_length=1,
-        description="File with 64 hexadecimal digits: what is kept on the disk is encrypted with this key. Not set: it is not encrypted.",
+        description="File with 64 hexadecimal digits: what is kept on the disk and in the object store is encrypted with this key. Not"
+        " set: it is not encrypted.",
     )
+
+    @field_validator("object")
+    @classmethod
+    def _no_password(cls, url: str | None) -> str | None:
+        if url is not None and "@" in urlsplit(url).netloc:
+            raise ValueError("object must not contain a password: credentials come from the environment, as for other tools")
+        return url
 
     @model_validator(mode="after")
     def _rooms(self) -> Self:
         if (self.disk is None) != (self.disk_mib is None):
             raise ValueError("disk and disk_mib go together: set both or neither")
-        if self.key_file is not None and self.disk is None:
-            raise ValueError("key_file needs disk")
+        if (self.object is None) != (self.object_mib is None):
+            raise ValueError("object and object_mib go together: set both or neither")
+        if self.key_file is not None and self.disk is None and self.object is None:
+            raise ValueError("key_file needs disk or object")
+        if self.object_endpoint is not None and not (self.object or "").startswith("s3://"):
+            raise ValueError("object_endpoint needs an object that begins with s3://")
         return self
 
     @property
     def any(self) -> bool:
-        return self.memory_mib is not None or self.disk is not None
+        return self.memory_mib is not None or self.disk is not None or self.object is not None

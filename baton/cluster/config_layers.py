@@ -250,7 +250,7 @@ def _explain(detail: Any, sources: Mapping[str, str]) -> str:
     name, message = ".".join(path[:2]), detail["msg"].removeprefix("Value error, ")
     if name in sources:
         value = MASK if _is_secret(_FIELDS[name]) else repr(detail["input"])
-        if name == "redis.url":
+        if name in ("redis.url", "tiers.object"):
             value = repr(mask_password(str(detail["input"])))
         return f"{name} = {value} ({sources[name]}): {message}"
     # A rule between keys of one section or of several: the message names the keys, and the sources of those that were set follow.

@@ -35,6 +35,7 @@ BATCH = 16  # units of one write
 PIECE, PIECE_BYTES = 8, 8 << 20  # units of one read, and their bytes: a reader has memory for so many
 HANG_S = 5.0
 LOOK_S = 1.0  # how often the writer looks after the state if there is nothing to write
+REFRESH_S, REFRESH_SHARE = 10.0, 0.05  # how often, and the most of its time that the writer takes for it
 RETRY_S, RETRY_MAX_S = 1.0, 60.0
 JOIN_S = 5.0  # a thread that hangs in a call of the system cannot be stopped: the process exits without it
 
@@ -95,6 +96,7 @@ class Told(NamedTuple):
 class Bounds:
     save_bytes_per_s: float | None = None  # None: as fast as the store takes it
     readers: int = 1  # threads
+    refresh: Callable[[], tuple[list[bytes], list[bytes]]] | None = None  # of a store that others use, too: keys gained, and lost
 
 
 class Tier:
@@ -127,6 +129,7 @@ class Tier:
         self._told: dict[bytes, None] = {}  # keys that `moved` was told of and that are still here
         self._told_lock = threading.Lock()  # what is told and how it is told are in one order
         self._next_write = 0.0  # when the rate allows it
+        self._next_refresh = clock() + REFRESH_S
         self._retry_s, self._retry_at = RETRY_S, 0.0
         writer = threading.Thread(target=self._write, name=f"{self.medium}-writer", daemon=True)
         names = (f"{self.medium}-reader-{i}" for i in range(bounds.readers))
@@ -205,6 +208,7 @@ class Tier:
     def _write(self) -> None:
         while self.state is not State.CLOSED:
             self._drop()
+            self._refresh()
             save = self._due()
             if save is None:
                 self._look()
@@ -261,6 +265,19 @@ class Tier:
         store.drop(keys)  # reading them has made them the youngest
         self._tell(False, keys)
         below.save(Save([unit for unit, good in zip(zip(keys, copies, strict=True), read, strict=True) if good], lambda: None))
+
+    def _refresh(self) -> None:
+        """Learns what others have put into the store, and deleted there."""
+        if self._bounds.refresh is None or not self.on or (began := self._clock()) < self._next_refresh:
+            return
+        try:
+            gained, lost = self._bounds.refresh()
+            self._tell(True, gained)
+            self._tell(False, lost)
+        except StoreFailed as error:
+            self._fail(error)
+        now = self._clock()
+        self._next_refresh = now + max(REFRESH_S, (now - began) / REFRESH_SHARE)
 
     def _drop(self) -> None:
         with self._lock:

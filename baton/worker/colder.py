@@ -12,13 +12,14 @@ from baton.tiers.disk_folder import padded
 from baton.tiers.disk_store import DiskStore
 from baton.tiers.kind import Kind
 from baton.tiers.memory_store import MemoryStore
+from baton.tiers.object_store import HEAD_BYTES, ObjectStore
 from baton.tiers.sealed_store import SEAL_BYTES, SealedStore, read_secret, seal_name
 from baton.tiers.store import Store
 from baton.tiers.tier import Bounds, Told
 from baton.tiers.tiers import Tiers
 
 MIB = 1 << 20
-DISK_READERS = 2
+DISK_READERS, OBJECT_READERS = 2, 4
 T = TypeVar("T")
 
 
@@ -43,22 +44,24 @@ def _stores(config: TiersConfig, name: str, layout: KvLayout) -> list[tuple[Stor
     """Raises ValueError, which names the key."""
     made: list[tuple[Store, Bounds]] = []
     rate, size = None if config.save_mib_per_s is None else config.save_mib_per_s * MIB, layout.block_bytes
+    secret = None if (file := config.key_file) is None else _named("key_file", lambda: read_secret(Path(file)))
+    kind = Kind(layout.fingerprint, size) if secret is None else Kind(layout.fingerprint, size + SEAL_BYTES, seal_name(secret))
     if config.memory_mib is not None:
         room = _room("memory_mib", config.memory_mib, size)
         made.append((_named("memory_mib", lambda: MemoryStore(size, room)), Bounds(rate)))
     if config.disk is not None and config.disk_mib is not None:
-        made.append((_disk(config, Path(config.disk) / name, config.disk_mib, layout), Bounds(rate, DISK_READERS)))
+        folder, room = Path(config.disk) / name, _room("disk_mib", config.disk_mib, padded(kind.unit_bytes))
+        made.append((_sealed(_named("disk", lambda: DiskStore(folder, kind, room)), secret), Bounds(rate, DISK_READERS)))
+    if config.object is not None and config.object_mib is not None:
+        url, room = config.object, _room("object_mib", config.object_mib, kind.unit_bytes + HEAD_BYTES)
+        options = {} if config.object_endpoint is None else {"endpoint_url": config.object_endpoint}
+        store = _named("object", lambda: ObjectStore(url, kind, room, options))
+        made.append((_sealed(store, secret), Bounds(rate, OBJECT_READERS, store.refresh)))
     return made
 
 
-def _disk(config: TiersConfig, folder: Path, mib: int, layout: KvLayout) -> Store:
-    if config.key_file is None:
-        room = _room("disk_mib", mib, padded(layout.block_bytes))
-        return _named("disk", lambda: DiskStore(folder, Kind(layout.fingerprint, layout.block_bytes), room))
-    key_file, size = Path(config.key_file), layout.block_bytes + SEAL_BYTES
-    secret, room = _named("key_file", lambda: read_secret(key_file)), _room("disk_mib", mib, padded(size))
-    kind = Kind(layout.fingerprint, size, seal_name(secret))
-    return SealedStore(_named("disk", lambda: DiskStore(folder, kind, room)), secret)
+def _sealed(store: Store, secret: bytes | None) -> Store:
+    return store if secret is None else SealedStore(store, secret)
 
 
 def _room(key: str, mib: int, size: int) -> int:

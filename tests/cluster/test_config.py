@@ -86,6 +86,9 @@ LEGAL = {
     "slo.e2e_s": "10",
     "tiers.memory_mib": "64",
     "tiers.disk_mib": "64",
+    "tiers.object": "s3://bucket/kv",
+    "tiers.object_mib": "64",
+    "tiers.object_endpoint": "http://127.0.0.1:9000",
     "tiers.save": "at_once",
     "tiers.save_mib_per_s": "100",
 }
@@ -164,6 +167,8 @@ class TestEveryKey:
             pair = {"BATON_PREFILL_REPLICAS": "0"}
         if key.name in ("tiers.disk", "tiers.disk_mib", "tiers.key_file"):
             pair = {"BATON_TIERS_DISK": "kv", "BATON_TIERS_DISK_MIB": "64"}
+        if key.name.startswith("tiers.object"):
+            pair = {"BATON_TIERS_OBJECT": "s3://kv/a", "BATON_TIERS_OBJECT_MIB": "64"}
         if key.name == "kv.events_replay":
             pair = {"BATON_KV_EVENTS": "tcp://127.0.0.1:5557"}
         by_env = load(env=pair | {key.env: text})
@@ -366,6 +371,11 @@ class TestRulesBetweenKeys:
             ({"decode.cores": "[-1]"}, {"decode.cores": "[3]"}),
             ({"tiers.disk": "kv"}, {"tiers.disk": "kv", "tiers.disk-mib": "64"}),
             ({"tiers.disk-mib": "64"}, {"tiers.memory-mib": "64"}),
+            ({"tiers.object": "s3://b/kv"}, {"tiers.object": "s3://b/kv", "tiers.object-mib": "64"}),
+            (
+                {"tiers.object": "file:///kv", "tiers.object-mib": "64", "tiers.object-endpoint": "http://h:1"},
+                {"tiers.object": "s3://b", "tiers.object-mib": "64", "tiers.object-endpoint": "http://h:1"},
+            ),
             ({"tiers.key-file": "k"}, {"tiers.key-file": "k", "tiers.disk": "kv", "tiers.disk-mib": "64"}),
         ],
     )
@@ -391,6 +401,8 @@ class TestSecrets:
         assert SECRET not in repr(config) and "hunter2" not in repr(config) and SECRET not in str(config)
         assert "tooshort" not in refused(env={"BATON_CLUSTER_KEY": "tooshort"})
         assert "hunter2" not in refused(env={"BATON_REDIS_URL": self.URL.replace("redis", "http")})
+        text = refused(flags={"tiers.object": "s3://me:hunter2@b/kv", "tiers.object-mib": "64"})
+        assert "tiers.object" in text and "credentials come from the environment" in text and "hunter2" not in text
         with pytest.raises(ValidationError) as error:
             ClusterConfig(key="tooshort")
         assert "tooshort" not in str(error.value)

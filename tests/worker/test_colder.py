@@ -11,7 +11,7 @@ from tiered import UNIT, Tiered, make_seq, tiered, until
 from baton.cluster.config_engine import TiersConfig
 from baton.cluster.metrics import Book
 from baton.engine.build import BuildError
-from baton.engine.core.block_key import DISK, HOST
+from baton.engine.core.block_key import DISK, HOST, REMOTE
 from baton.engine.core.contract import Listener
 from baton.engine.core.kvcache import KvLayout
 from baton.engine.core.sequence import Sequence
@@ -74,6 +74,17 @@ async def test_a_worker_of_the_same_name_finds_what_it_kept_and_another_does_not
         assert (await say(t, "c", 1)).prefilled == 32
 
 
+async def test_workers_share_what_is_in_an_object_store(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"object": (tmp_path / "kv").as_uri(), "object_mib": 8, "save": "at_once"}
+    async with tiered(blocks=64, tiers=made(**keys)) as t, tiered(blocks=64, tiers=made("prefill-1", **keys)) as other:
+        await say(t, "a", 1)
+        await until(lambda: len(t.held(REMOTE)) >= 8)
+        tier = other.tiers.tiers[0]
+        tier._next_refresh = 0.0  # its time has come
+        await until(lambda: t.held(REMOTE) == other.held(REMOTE))
+        assert (await say(other, "b", 1)).prefilled == 0 and tier.worth.tally.hits == 8
+
+
 async def test_metrics_tell_what_each_tier_did() -> None:
     book = Book("prefill", "prefill-0", "toy")
     async with tiered(tiers=made(memory_mib=1)) as t:
@@ -96,6 +107,8 @@ async def test_metrics_tell_what_each_tier_did() -> None:
         ({"memory_mib": 1 << 30}, "tiers.memory_mib: .* more than this machine has"),
         ({"disk": "KV", "disk_mib": 3}, "tiers.disk_mib: 3 MiB hold no block"),
         ({"disk": "KV", "disk_mib": 1 << 40}, "tiers.disk: "),
+        ({"object": "nonsense://kv", "object_mib": 64}, "tiers.object: nonsense"),
+        ({"object": "s3://bucket/kv", "object_mib": 3}, "tiers.object_mib: 3 MiB hold no block"),
         ({"disk": "KV", "disk_mib": 64, "key_file": "none"}, "tiers.key_file: none cannot be read"),
     ],
 )
@@ -123,5 +136,5 @@ async def test_a_folder_of_another_model_is_refused_and_nothing_in_it_is_lost(tm
 @pytest.mark.parametrize("engine", [{"kind": "vllm"}, {"device": "cuda"}, {"prefix_caching": False}])
 async def test_tiers_are_refused_where_no_pool_of_ours_is_above_them(tmp_path: Path, engine: dict[str, Any]) -> None:
     options = Options(ModelOptions(path=str(tmp_path)), EngineOptions(**{"device": "cpu", **engine}))
-    with pytest.raises(BuildError, match=r"tiers\.memory_mib and tiers\.disk need engine\.kind baton"):
+    with pytest.raises(BuildError, match=r"tiers need engine\.kind baton"):
         await start_engine(options, Listener(_ignore, _ignore, _ignore), tiers=made(memory_mib=1))
