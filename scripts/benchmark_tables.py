@@ -372,6 +372,21 @@ def acceptance() -> str:
     return markdown(["model", "text", "T", "method", "steps", *map(str, places)], table)
 
 
+def stores() -> str:
+    """MB/s written / read, medians; seconds of the processor for a GB at 1 MiB."""
+    table = []
+    for store, sizes in load("stores")["stores"].items():
+        found = {size: {name: number(median(values)) for name, values in each.items()} for size, each in sizes.items()}
+        speeds = [f"{each['write_mb_s']} / {each['read_mb_s']}" for each in found.values()]
+        table.append([store, *speeds, f"{found['1 MiB']['write_cpu_s_gb']} / {found['1 MiB']['read_cpu_s_gb']}"])
+    return markdown(["MB/s written / read", *load("stores")["stores"]["memory"], "processor, s for a GB, 1 MiB"], table)
+
+
+def reopened() -> str:
+    runs = load("stores")["reopened"]
+    return markdown(["", "seconds", "of the processor"], [["usable", *(spread([run[key] for run in runs]) for key in runs[0])]])
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "peers-zen4": ("peers-cpu-zen4", lambda: peers("peers-cpu-zen4")),
     "peers-amx": ("peers-cpu-amx", lambda: peers("peers-cpu-amx")),
@@ -404,6 +419,7 @@ TABLES |= {
     for make in (observability, products, quality, continuation, step_profile, families, batching, whole)
 }
 TABLES |= {make.__name__: ("speculation", make) for make in (speculation, acceptance)}
+TABLES |= {make.__name__: ("stores", make) for make in (stores, reopened)}
 # Those of docs/benchmarks.md, which are made of many files.
 AIMS: dict[str, Callable[[], str]] = {"peers-aims": peers_aims, "aims": other_aims}
 
