@@ -1,0 +1,189 @@
+"""What tiers under the KV pool are worth: conversations that come back after their KV has left the pool, and what tiers cost if none does.
+
+    python benchmarks/tiers.py [--json FILE] [--rounds N] [--conversations N]
+
+The checkpoint that ships; one prefill worker, one decode worker, one thread each, one host. The conversations together need five times
+the pool of a worker; they speak in turn, so whatever one needs has left the pool when its turn comes. Each arm has its own cluster, and the
+arms take turns. Then the workers of the arm with a disk are killed, and every conversation speaks again. At last prompts that never come
+back go to an arm without tiers and to one that keeps all it can; processor time of both workers is compared, in pairs.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from conversation import last_record
+from machine import describe
+from serving import ask, cluster, cpu_s
+
+from baton.cli.admin import read_status
+from baton.cli.up import SHIPPED
+from baton.client import AsyncClient
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+POOL_MIB, BLOCK_KIB = 16, 64
+SEED, LENGTH, NEW, ANSWER = 3, 1500, 24, 8  # tokens
+CONVERSATIONS, ROUNDS = 14, 4
+FRESH, BATCH, BATCHES = 400, 8, 12
+FIXED = ("--engine.threads", "1", "--engine.kv-memory-mib", str(POOL_MIB), "--router.bypass-tokens", "0")
+ROOM_MIB = 128  # full before the last part: the first touch of memory costs more than what is copied there
+
+
+def arms(folder: Path) -> dict[str, tuple[str, ...]]:
+    memory = ("--tiers.memory-mib", str(ROOM_MIB))
+    disk = ("--tiers.disk", str(folder), "--tiers.disk-mib", str(ROOM_MIB), "--tiers.save", "at_once")
+    return {"none": (), "memory": memory, "disk": disk}
+
+
+@dataclass
+class Turn:
+    prompt: int
+    cached: int
+    ttft_ms: float
+
+
+@dataclass
+class Arm:
+    endpoints: dict[str, str]
+    client: AsyncClient
+    said: list[list[int]]
+    turns: list[list[Turn]] = field(default_factory=list)  # by round
+
+    async def speak(self, number: int, rng: random.Random) -> None:
+        said = self.said[number]
+        said += [rng.randrange(10, 2000) for _ in range(NEW)]
+        first, result = await ask(self.client, said, ANSWER)
+        record = await asyncio.to_thread(last_record, self.endpoints["admin"])
+        assert record["prompt_tokens"] == len(said)
+        self.turns[-1].append(Turn(len(said), record["cached_tokens"] + record["fetched_tokens"], first * 1000))
+        said += result.token_ids
+
+    def row(self, number: int) -> dict[str, Any]:
+        turns = self.turns[number]
+        ttft = sorted(turn.ttft_ms for turn in turns)
+        prompts = [turn.prompt for turn in turns]
+        hits = sum(turn.cached for turn in turns) / sum(prompts)
+        return {"ttft_ms": [statistics.median(ttft), ttft[0], ttft[-1]], "hit_rate": hits, "prompt": statistics.median(prompts)}
+
+
+def workers(admin: str) -> list[dict[str, Any]]:
+    with grpc.insecure_channel(admin, [("grpc.enable_http_proxy", 0)]) as channel:
+        answer = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=5)
+    found: list[dict[str, Any]] = read_status(answer)["workers"]
+    return found
+
+
+async def restart(arm: Arm) -> float:
+    """Kills the workers. Returns when both are ready again, with the seconds that this took."""
+    old = {worker["pid"] for worker in workers(arm.endpoints["admin"])}
+    for pid in old:
+        os.kill(pid, signal.SIGKILL)
+    began = time.perf_counter()
+    while True:
+        await asyncio.sleep(0.1)
+        now = [worker for worker in workers(arm.endpoints["admin"]) if worker["state"] == "ready" and "error" not in worker]
+        if len(now) == len(old) and not old & {worker["pid"] for worker in now}:
+            return time.perf_counter() - began
+
+
+async def converse(found: dict[str, Arm], rounds: int, conversations: int) -> None:
+    for round_ in range(rounds):
+        for arm in found.values():
+            arm.turns.append([])
+        for number in range(conversations):
+            for name in random.Random(round_ * 1000 + number).sample(list(found), len(found)):
+                await found[name].speak(number, random.Random(SEED + round_ * 1000 + number))
+
+
+async def after_restart(arm: Arm, conversations: int) -> dict[str, Any]:
+    ready_s = await restart(arm)
+    began = time.perf_counter()
+    arm.turns.append([])
+    for number in range(conversations):
+        await arm.speak(number, random.Random(SEED + 10**6 + number))
+    return {"ready_s": ready_s, "all_s": time.perf_counter() - began, **arm.row(-1)}
+
+
+async def cost(without: Arm, with_: Arm) -> dict[str, Any]:
+    """Processor time of prompts that never come back."""
+    rng, spent = random.Random(SEED), dict[int, list[float]]({id(without): [], id(with_): []})
+    pids = {id(arm): [worker["pid"] for worker in workers(arm.endpoints["admin"])] for arm in (without, with_)}
+    for number in range(1 + BATCHES):
+        prompts = [[rng.randrange(10, 2000) for _ in range(FRESH)] for _ in range(BATCH)]
+        for arm in (without, with_) if number % 2 else (with_, without):
+            before = sum(map(cpu_s, pids[id(arm)]))
+            for prompt in prompts:
+                await ask(arm.client, prompt, ANSWER)
+            await asyncio.sleep(0.2)  # what is still to be written
+            if number:  # the first warms up
+                spent[id(arm)].append(sum(map(cpu_s, pids[id(arm)])) - before)
+    ratios = sorted(b / a for a, b in zip(spent[id(without)], spent[id(with_)], strict=True))
+    each = {name: sum(spent[id(arm)]) / BATCH / BATCHES for name, arm in (("without_s", without), ("with_s", with_))}
+    return {"ratio": [statistics.median(ratios), ratios[0], ratios[-1]], "of_sums": each["with_s"] / each["without_s"], **each}
+
+
+async def measure(endpoints: dict[str, dict[str, str]], rounds: int, conversations: int) -> dict[str, Any]:
+    async with AsyncExitStack() as stack:
+        found = {}
+        for name, at in endpoints.items():
+            said = [random.Random(SEED + number).choices(range(10, 2000), k=LENGTH) for number in range(conversations)]
+            found[name] = Arm(at, await stack.enter_async_context(AsyncClient(at["grpc"])), said)
+        await converse(found, 1 + rounds, conversations)
+        returns = {name: [arm.row(number) for number in range(1, 1 + rounds)] for name, arm in found.items()}
+        tiers = {name: {each["name"]: each["tiers"] for each in workers(arm.endpoints["admin"])} for name, arm in found.items()}
+        again = await after_restart(found["disk"], conversations)
+        useless = {name: await cost(found["none"], found[name]) for name in ("memory", "disk")}
+    return {"returns": returns, "tiers": tiers, "restart": again, "useless": useless}
+
+
+def show(told: dict[str, Any]) -> None:
+    base = statistics.median(row["ttft_ms"][0] for row in told["returns"]["none"])
+    print("arm       TTFT of a returning conversation, ms    of none   tokens not computed")
+    for name, rows in told["returns"].items():
+        middle, hits = (statistics.median(values) for values in ([row["ttft_ms"][0] for row in rows], [row["hit_rate"] for row in rows]))
+        least, most = min(row["ttft_ms"][1] for row in rows), max(row["ttft_ms"][2] for row in rows)
+        print(f"{name:9} {middle:6.1f} ({least:.1f} … {most:.1f}) {middle / base:22.2f} {hits:12.0%}")
+    again = told["restart"]
+    print(f"all workers killed: ready after {again['ready_s']:.1f} s, hit rate {again['hit_rate']:.0%} {again['all_s']:.1f} s later")
+    for name, one in told["useless"].items():
+        each = f"{1000 * one['without_s']:.1f} ms a request without, {1000 * one['with_s']:.1f} with"
+        print(f"prompts that never return, {name}: {each}; x{one['of_sums']:.3f}, pairs {one['ratio'][1]:.3f} … {one['ratio'][2]:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    need = options.conversations * (LENGTH + options.rounds * (NEW + ANSWER)) / 16 * BLOCK_KIB / 1024
+    print(f"{describe()}; load average {load:.1f}; seed {SEED}; working set {need / POOL_MIB:.1f} x the pool")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        endpoints = {name: stack.enter_context(cluster(SHIPPED, *FIXED, *flags)) for name, flags in arms(Path(folder)).items()}
+        told = asyncio.run(measure(endpoints, options.rounds, options.conversations))
+    show(told)
+    if options.json:
+        facts = {
+            "machine": describe(),
+            "load_average": load,
+            "seed": SEED,
+            "rounds": options.rounds,
+            "conversations": options.conversations,
+        }
+        options.json.write_text(json.dumps({**facts, **told}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""One tier: its states, its bounds, and what it says of itself, with a clock that the test moves."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from tiered import UNIT, WITHIN_S, PlainStore
+
+from baton.tiers import tier as tier_module
+from baton.tiers.tier import HANG_S, MOVES, RETRY_S, Bounds, Piece, Save, State, Tier
+from baton.tiers.worth import REST_S, WINDOW_S
+
+
+class Bench:
+    """A tier over a store that the test controls, and what it reports."""
+
+    def __init__(self, capacity: int = 100, bounds: Bounds | None = None) -> None:
+        self.now = 0.0
+        self.store = PlainStore(capacity)
+        self.held: set[bytes] = set()
+        self.done = 0
+        self.tier = Tier(self.store, bounds or Bounds(), self._moved, lambda: self.now)
+        self.tier.start()
+
+    def _moved(self, stored: bool, keys: list[bytes]) -> None:
+        self.held = self.held | set(keys) if stored else self.held - set(keys)
+
+    def save(self, *keys: bytes) -> None:
+        self.tier.save(Save([(key, memoryview(bytearray(os.urandom(UNIT)))) for key in keys], self._saved))
+
+    def _saved(self) -> None:
+        self.done += 1
+
+    def load(self, *keys: bytes, compute_s: float = 1.0) -> list[int]:
+        """Which of the keys came."""
+        came, over = list[int](), threading.Event()
+        self.tier.load(Piece(keys, self.now, compute_s, lambda i, unit: came.append(i), over.set))
+        assert over.wait(WITHIN_S)
+        return came
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.002)
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "LOOK_S", 0.005)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.store.gate.set()
+    made.tier.close()
+    assert made.store.closed
+
+
+def key(number: int) -> bytes:
+    return bytes([number]) * 16
+
+
+def test_what_is_saved_is_told_and_comes_back(bench: Bench) -> None:
+    bench.save(key(1), key(2))
+    until(lambda: bench.done == 1)
+    assert bench.held == {key(1), key(2)} and bench.load(key(2), key(3), key(1)) == [0, 2]
+    told = bench.tier.told(bench.now)
+    assert (told.state, told.units, told.tally.reads, told.tally.hits, told.tally.written) == ("on", 2, 3, 2, 2)
+    assert told.tally.saved_s == pytest.approx(2 / 3)
+
+
+def test_a_load_that_came_too_late_saved_nothing(bench: Bench) -> None:
+    bench.save(key(1))
+    until(lambda: bench.done == 1)
+    bench.store.gate.clear()
+    over = threading.Event()
+    bench.tier.load(Piece([key(1)], bench.now, 1.0, lambda i, unit: None, over.set))
+    bench.now += 2.0
+    bench.store.gate.set()
+    assert over.wait(WITHIN_S)
+    tally = bench.tier.told(bench.now).tally
+    assert tally.hits == 1 and tally.saved_s == 0.0
+
+
+def test_a_tier_that_does_not_pay_rests_and_is_tried_again(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.save(key(1))
+    until(lambda: bench.done == 1)
+    for _ in range(20):  # its reads bring nothing, and each takes a while
+        bench.now += WINDOW_S / 10
+        bench.tier.worth.read(8, 0, UNIT, 1.0, 0.0, bench.now)
+    until(lambda: bench.tier.state is State.RESTING)
+    assert bench.held == set() and "it saved 0.0 s and cost" in caplog.text
+    bench.save(key(2))
+    until(lambda: bench.done == 2)
+    assert bench.load(key(1)) == [] and key(2) not in bench.store.units, "a tier that rests does nothing"
+    bench.now += REST_S
+    until(lambda: bench.tier.on)
+    until(lambda: bench.held == {key(1)})
+    assert bench.load(key(1)) == [0]
+
+
+def test_a_tier_that_pays_or_is_not_used_stays_on(bench: Bench) -> None:
+    """Negative control."""
+    for _ in range(20):
+        bench.now += WINDOW_S / 10
+        bench.tier.worth.read(8, 8, UNIT, 1.0, 2.0, bench.now)
+    time.sleep(0.05)
+    assert bench.tier.on
+    bench.now += 10 * WINDOW_S
+    time.sleep(0.05)
+    assert bench.tier.on
+
+
+def test_a_store_that_fails_is_tried_ever_more_rarely(bench: Bench) -> None:
+    bench.store.broken = True
+    bench.save(key(1))
+    until(lambda: bench.tier.state is State.FAILED)
+    waited = []
+    for _ in range(4):
+        waited.append(bench.tier._retry_at - bench.now)
+        bench.now = bench.tier._retry_at
+        until(lambda: bench.tier._retry_at > bench.now and bench.tier.state is State.FAILED)
+    assert waited == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S, 8 * RETRY_S]
+    bench.store.broken = False
+    bench.now = bench.tier._retry_at
+    until(lambda: bench.tier.on)
+    assert bench.tier.told(bench.now).why == ""
+
+
+def test_a_reader_that_hangs_turns_its_tier_off_and_no_probe_turns_it_on_meanwhile(bench: Bench) -> None:
+    bench.save(key(1))
+    until(lambda: bench.done == 1)
+    bench.store.hung.add("get")
+    over = threading.Event()
+    bench.tier.load(Piece([key(1)], bench.now, 1.0, lambda i, unit: None, over.set))
+    until(lambda: bench.tier._asking)
+    bench.tier.watch(bench.now + HANG_S / 2)
+    assert bench.tier.on
+    bench.now += 2 * HANG_S
+    bench.tier.watch(bench.now)
+    assert bench.tier.state is State.FAILED
+    bench.now = bench.tier._retry_at + 1
+    time.sleep(0.05)
+    assert bench.tier.state is State.FAILED, "its writer could be asked, but a reader still waits"
+    bench.store.hung.clear()
+    until(lambda: bench.tier.on)
+    assert over.is_set()
+
+
+def test_more_than_waits_is_not_written_and_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.tier._most = 2
+    bench.store.gate.clear()
+    for number in range(6):
+        bench.save(key(number))
+    until(lambda: bench.done >= 3)
+    bench.store.gate.set()
+    until(lambda: bench.done == 6)
+    tally = bench.tier.told(bench.now).tally
+    assert tally.dropped + tally.written == 6 and tally.dropped in (3, 4)
+    assert {key(4), key(5)} <= bench.held, "the newest are kept"
+
+
+def test_what_is_written_keeps_to_its_rate() -> None:
+    bench = Bench(bounds=Bounds(save_bytes_per_s=UNIT))
+    bench.save(key(1), key(2))
+    until(lambda: bench.done == 1)
+    bench.save(key(3))
+    time.sleep(0.05)
+    assert bench.done == 1, "two units take two seconds"
+    bench.now += 2.0
+    until(lambda: bench.done == 2)
+    bench.tier.close()
+
+
+def test_what_others_put_there_is_learned_in_its_time() -> None:
+    news: list[tuple[list[bytes], list[bytes]]] = [([key(7)], [])]
+    bench = Bench(bounds=Bounds(refresh=lambda: news[0]))
+    time.sleep(0.05)
+    assert bench.held == set()
+    bench.now += tier_module.REFRESH_S
+    until(lambda: bench.held == {key(7)})
+    news[0] = [], [key(7)]
+    bench.now += tier_module.REFRESH_S
+    until(lambda: bench.held == set())
+    bench.tier.close()
+
+
+def test_a_dropped_unit_stays_dropped_though_it_still_waited_to_be_written(bench: Bench) -> None:
+    bench.store.gate.clear()
+    bench.save(key(1))
+    until(lambda: bench.tier._writing is not None)
+    bench.save(key(2), key(3))
+    bench.tier.drop([key(1), key(2)])
+    bench.store.gate.set()
+    until(lambda: bench.done == 2)
+    until(lambda: bench.held == {key(3)})
+    until(lambda: set(bench.store.units) == {key(3)})
+
+
+def test_a_closed_tier_has_given_everything_back(bench: Bench) -> None:
+    bench.store.gate.clear()
+    for number in range(3):
+        bench.save(key(number))
+    closing = threading.Thread(target=bench.tier.close)
+    closing.start()
+    bench.store.gate.set()
+    closing.join(WITHIN_S)
+    assert bench.done == 3 and bench.tier.state is State.CLOSED
+    bench.tier.state = State.ON  # the fixture closes it
+
+
+def test_every_state_can_be_left_but_the_last() -> None:
+    assert {state for state, _ in MOVES} == set(State) - {State.CLOSED}
