@@ -134,7 +134,8 @@ async def test_a_load_that_is_late_is_not_waited_for_and_what_comes_later_touche
         seq = make_seq("late", prompt(1))
         await t.run(seq)
         assert said(seq) == expected(seq) and seq.prefilled == 32
-        await visit(t, 5, tag="b")  # in the blocks of the load
+        await t.run(other := make_seq("other", prompt(5)))  # in the blocks of the load
+        assert said(other) == expected(other)
         t.stores[0].gate.set()
         await visit(t, 1, 5, tag="c")
 

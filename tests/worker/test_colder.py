@@ -18,6 +18,7 @@ from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import naive
 from baton.engine.options import EngineOptions, ModelOptions, Options
 from baton.engine.start import start_engine
+from baton.models.make_small import make_toy
 from baton.tiers.tiers import Tiers
 from baton.worker.colder import make_tiers
 from baton.worker.meter import Meter
@@ -138,3 +139,10 @@ async def test_tiers_are_refused_where_no_pool_of_ours_is_above_them(tmp_path: P
     options = Options(ModelOptions(path=str(tmp_path)), EngineOptions(**{"device": "cpu", **engine}))
     with pytest.raises(BuildError, match=r"tiers need engine\.kind baton"):
         await start_engine(options, Listener(_ignore, _ignore, _ignore), tiers=made(memory_mib=1))
+
+
+async def test_what_a_tier_refuses_keeps_the_engine_from_starting(tmp_path: Path) -> None:
+    make_toy(tmp_path / "toy")
+    options = Options.of(tmp_path / "toy", kv_memory_mib=1)
+    with pytest.raises(BuildError, match=r"tiers\.memory_mib: .* more than this machine has"):
+        await start_engine(options, Listener(_ignore, _ignore, _ignore), tiers=made(memory_mib=1 << 30))
