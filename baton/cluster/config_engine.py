@@ -108,7 +108,7 @@ class TiersConfig(Section):
         default=1.0,
         gt=0,
         le=60,
-        description="The longest that a prompt waits for its KV to be loaded, seconds; it waits no longer than computing would take.",
+        description="The longest that a prompt waits for its KV to be loaded, seconds; it hardly waits longer than computing would take.",
     )
     key_file: str | None = Field(
         default=None,

@@ -26,6 +26,7 @@ SOUGHT = 4  # sequences at the head of the queue whose keys are looked up
 NEAR = 512  # blocks that are free or saved, so that one admission may take so many and nothing is lost
 SAVED = 64  # blocks that are saved at a time; an eighth of a small pool
 REMEMBERED = 4096  # sealed blocks that wait to be saved
+LEAST_WAIT_S = 0.1  # for a load, however soon it would be computed: a thread may be late
 SMOOTHING = 0.2  # weight of the newest step in the pace of prefills
 
 
@@ -234,7 +235,7 @@ class Colder:
         assert fresh is not None, "there is room for more"
         wanted = [Wanted(*one) for one in zip(fresh, keys[known:], media, strict=False)]
         contents = [scheduler.content(seq, known + i) for i in range(count)] if pool.describes else None
-        wait_s = self._policy.wait_s if compute_s is None else min(self._policy.wait_s, count * compute_s)
+        wait_s = self._policy.wait_s if compute_s is None else min(self._policy.wait_s, max(LEAST_WAIT_S, count * compute_s))
         scheduler.waiting.remove(seq)
         scheduler.loading.append(seq)
         self._loads[number := next(self._numbers)] = Load(seq, owned, wanted, contents, now + wait_s)
