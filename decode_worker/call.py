@@ -87,7 +87,14 @@ class Made:
     rejected: int = 0
 
 
-Event = PromptScores | Adopted | Made | Hypothesis | Finished | BatonError
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """How far a search has come."""
+
+    tokens: int  # that were computed for each beam
+
+
+Event = PromptScores | Adopted | Made | Searched | Hypothesis | Finished | BatonError
 Emit = Callable[[Event], None]
 
 

@@ -20,7 +20,7 @@ from baton.worker.wire import (
     to_token,
     unpack_handle,
 )
-from decode_worker.call import Adopted, Ahead, Event, Finished, Made, PromptScores
+from decode_worker.call import Adopted, Ahead, Event, Finished, Made, PromptScores, Searched
 from decode_worker.worker import DecodeWorker
 
 
@@ -43,6 +43,7 @@ class DecodeDoor(SessionDoor, worker_pb2_grpc.DecodeServicer):
             handle = unpack_handle(start.handle) if start.handle else None
             seq = to_sequence(job, self._identity.model_fingerprint, timeout_s=timeout_s)
             live = first if start.live else None
+            emit = emit if start.tells_search else _without_search(emit)
             call = self._worker.open(seq, job.request_id, handle, emit, live, job.traceparent, job.tracestate)
             call.ahead = ahead
             await self._worker.serve(call, timeout_s)
@@ -61,6 +62,11 @@ class DecodeDoor(SessionDoor, worker_pb2_grpc.DecodeServicer):
         await self._worker.follow(call, ahead, timeout_s)
 
 
+def _without_search(emit: Emit) -> Emit:
+    """For a router that does not ask how far a search has come."""
+    return lambda event: None if isinstance(event, Searched) else emit(event)
+
+
 def to_message(call_id: int, event: Event) -> pb.DecodeEvent:
     match event:
         case Made():
@@ -69,6 +75,8 @@ def to_message(call_id: int, event: Event) -> pb.DecodeEvent:
             return pb.DecodeEvent(call_id=call_id, prompt_logprobs=to_prompt_logprobs(first, scores))
         case Hypothesis():
             return pb.DecodeEvent(call_id=call_id, hypothesis=to_hypothesis(event))
+        case Searched(tokens):
+            return pb.DecodeEvent(call_id=call_id, searched=tokens)
         case Adopted(handoff):
             return pb.DecodeEvent(call_id=call_id, adopted=pb.Adopted(handoff=pb.HandoffFacts(**asdict(handoff))))
         case Finished():

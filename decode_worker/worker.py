@@ -26,7 +26,7 @@ from baton.engine.core.engine import Output, Refused
 from baton.engine.core.sequence import Sequence
 from baton.worker.kv_port import KvPort
 from baton.worker.refusal import failure, refusal
-from decode_worker.call import Adopted, Ahead, Call, CallState, Emit, Finished, Made, PromptScores
+from decode_worker.call import Adopted, Ahead, Call, CallState, Emit, Finished, Made, PromptScores, Searched
 from decode_worker.meter import HandoffMeter
 from kvtransfer.handle import KvHandle
 from kvtransfer.importer import Fetch
@@ -134,6 +134,10 @@ class DecodeWorker:
             if output.scores:
                 call.emit(PromptScores(output.scored_at, output.scores))
                 continue
+            if output.searched:
+                call.emit(Searched(output.searched))
+                if not output.found:
+                    continue
             events = output.found if output.sampled is None else (Made(output.sampled, output.guessed, output.rejected),)
             if not events:
                 call.fail(failure(output))

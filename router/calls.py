@@ -15,7 +15,7 @@ from baton.engine.core.speculation import UNASKED
 from baton.engine.core.thinking import ThinkingBudget
 from baton.v1 import generation_pb2, worker_pb2
 from router.request import FinishReason, PromptToken, Request, Scores, Token
-from router.workers import Adopted, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Source
+from router.workers import Adopted, DecodeEvent, Ended, FirstToken, Opened, PrefillEvent, Searched, Source
 
 _FINISH: dict[int, FinishReason | None] = {
     generation_pb2.FINISH_REASON_UNSPECIFIED: None,
@@ -116,7 +116,7 @@ def to_events(messages: Sequence[Message | bytes]) -> Iterator[DecodeEvent]:
         yield tuple(tokens)
 
 
-def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> Scores | Hypothesis | Adopted | Ended:
+def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> Scores | Searched | Hypothesis | Adopted | Ended:
     if isinstance(message, BatonError):
         raise message
     match message.WhichOneof("event"):
@@ -124,6 +124,8 @@ def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> Scores | Hypothes
             return Adopted(Handoff(**plain(message.adopted.handoff)))
         case "prompt_logprobs":
             return Scores(tuple(map(_to_prompt_token, message.prompt_logprobs.tokens)))
+        case "searched":
+            return Searched(message.searched)
         case "hypothesis":
             found = message.hypothesis
             return Hypothesis(tuple(found.token_ids), found.score, found.stopped)

@@ -113,6 +113,7 @@ class GrpcWorkers:
         span = request.trace.span.child(semconv.DECODE, "client", {semconv.WORKER: worker.name})
         start = pb.DecodeStart(handle=handle, to=to_addressee(worker), timeout_ms=to_ms(timeout_s), live=first is not None)
         start.forks.extend(fork.told for fork in forks)
+        start.tells_search = request.params.beams is not None
         command = pb.DecodeCommand(start=start)
         to_job(request, span, command.start.job)
         inbox: Inbox[Message] = Inbox(self._streams.interval_s, request.backlog)

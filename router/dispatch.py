@@ -41,7 +41,7 @@ from router.request_log import RequestLog, name
 from router.served import ServedModel
 from router.uncached import Explainer, Prompt, Sought
 from router.waiting_room import NoRoom
-from router.workers import Adopted, DecodeEvent, Died, Ended, FirstToken, Fork, Opened, Source, Workers
+from router.workers import Adopted, DecodeEvent, Died, Ended, FirstToken, Fork, Opened, Searched, Source, Workers
 
 log = logging.getLogger(__name__)
 # The decode worker failed, not the KV: the prefill worker's lease is still good.
@@ -310,6 +310,9 @@ class Dispatcher:
                         continue
                     if isinstance(event, Scores):
                         request.note_scores(event)
+                        continue
+                    if isinstance(event, Searched):
+                        request.searched = max(request.searched, event.tokens)
                         continue
                     trace.watch.enter("decode", worker.name)
                     if isinstance(event, Adopted):

@@ -271,6 +271,7 @@ class Request:
     choice: int = 0  # its place there
     tenant: str = ""
     found: tuple[Hypothesis, ...] = ()  # the answer of a beam search: `tokens` stays the prompt
+    searched: int = 0  # tokens of each beam that a worker has computed, as it has told
 
     @property
     def tie(self) -> int:
@@ -292,9 +293,10 @@ class Request:
 
     @property
     def spent(self) -> int:
-        """The same for which its tenant pays: a search has made as many tokens for each of its beams as for its longest answer."""
+        """The same for which its tenant pays: of a search, all that it has computed, also if it was given up: an
+        older worker tells only its answers."""
         beams = self.params.beams
-        return self.made if beams is None else beams.width * max((len(one.tokens) for one in self.found), default=0)
+        return self.made if beams is None else beams.width * max(self.searched, *(len(one.tokens) for one in self.found), 0)
 
     @property
     def unscored(self) -> bool:

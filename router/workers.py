@@ -48,13 +48,22 @@ class Adopted:
 
 
 @dataclass(frozen=True, slots=True)
+class Searched:
+    """How far a search has come. An older worker does not tell."""
+
+    tokens: int  # that were computed for each beam
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     finish: FinishReason
     recomputed_tokens: int
     cached_tokens: int
 
 
-DecodeEvent = Tokens | Scores | Hypothesis | Adopted | Ended  # hypotheses, the best first, instead of tokens if the request has beams
+DecodeEvent = (
+    Tokens | Scores | Searched | Hypothesis | Adopted | Ended
+)  # hypotheses, the best first, instead of tokens if the request has beams
 
 
 class Died(BatonError):

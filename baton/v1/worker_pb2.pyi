@@ -417,20 +417,22 @@ class DecodeCommand(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., start: _Optional[_Union[DecodeStart, _Mapping]] = ..., cancel: _Optional[_Union[CallCancel, _Mapping]] = ..., first: _Optional[_Union[DecodeFirst, _Mapping]] = ...) -> None: ...
 
 class DecodeStart(_message.Message):
-    __slots__ = ("job", "handle", "timeout_ms", "to", "live", "forks")
+    __slots__ = ("job", "handle", "timeout_ms", "to", "live", "forks", "tells_search")
     JOB_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     FORKS_FIELD_NUMBER: _ClassVar[int]
+    TELLS_SEARCH_FIELD_NUMBER: _ClassVar[int]
     job: Job
     handle: bytes
     timeout_ms: int
     to: Addressee
     live: bool
     forks: _containers.RepeatedCompositeFieldContainer[DecodeFork]
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., handle: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., to: _Optional[_Union[Addressee, _Mapping]] = ..., live: _Optional[bool] = ..., forks: _Optional[_Iterable[_Union[DecodeFork, _Mapping]]] = ...) -> None: ...
+    tells_search: bool
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., handle: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., to: _Optional[_Union[Addressee, _Mapping]] = ..., live: _Optional[bool] = ..., forks: _Optional[_Iterable[_Union[DecodeFork, _Mapping]]] = ..., tells_search: _Optional[bool] = ...) -> None: ...
 
 class DecodeFork(_message.Message):
     __slots__ = ("call_id", "seed", "request_id", "traceparent", "tracestate")
@@ -459,7 +461,7 @@ class DecodeEvents(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[DecodeEvent, _Mapping]]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("call_id", "adopted", "token", "finished", "error", "prompt_logprobs", "hypothesis")
+    __slots__ = ("call_id", "adopted", "token", "finished", "error", "prompt_logprobs", "hypothesis", "searched")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -467,6 +469,7 @@ class DecodeEvent(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     HYPOTHESIS_FIELD_NUMBER: _ClassVar[int]
+    SEARCHED_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     adopted: Adopted
     token: GeneratedToken
@@ -474,7 +477,8 @@ class DecodeEvent(_message.Message):
     error: CallError
     prompt_logprobs: _generation_pb2.PromptLogprobs
     hypothesis: GeneratedHypothesis
-    def __init__(self, call_id: _Optional[int] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., token: _Optional[_Union[GeneratedToken, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., error: _Optional[_Union[CallError, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_generation_pb2.PromptLogprobs, _Mapping]] = ..., hypothesis: _Optional[_Union[GeneratedHypothesis, _Mapping]] = ...) -> None: ...
+    searched: int
+    def __init__(self, call_id: _Optional[int] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., token: _Optional[_Union[GeneratedToken, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., error: _Optional[_Union[CallError, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_generation_pb2.PromptLogprobs, _Mapping]] = ..., hypothesis: _Optional[_Union[GeneratedHypothesis, _Mapping]] = ..., searched: _Optional[int] = ...) -> None: ...
 
 class GeneratedHypothesis(_message.Message):
     __slots__ = ("token_ids", "score", "stopped")

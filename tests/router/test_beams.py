@@ -40,7 +40,7 @@ from router.service import Draws, GenerateService, ModelText
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
-from router.workers import DecodeEvent, Ended
+from router.workers import DecodeEvent, Ended, Searched
 
 PROMPT = list(range(1, 41))
 TWO = Hypothesis((104, 105, 256), -0.5, True), Hypothesis((104, 0xC3), -0.75, False)
@@ -215,6 +215,34 @@ async def test_the_tokens_of_all_beams_are_paid_for(tokenizer: Tokenizer, monkey
     assert isinstance(finished, Finished) and finished.request.output_len == 3 and paid == [8 * 3]
 
 
+@pytest.mark.parametrize(("steps", "stays", "pays"), [(5, True, 8 * 5), (0, True, 0), (5, False, 8 * 5)])
+async def test_a_search_pays_for_what_it_computed_also_when_its_client_leaves(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, steps: int, stays: bool, pays: int
+) -> None:
+    """Without that, a client that leaves just before the end pays nothing. The third goes on for longer than its best answers are."""
+    house, paid, told = House(tokenizer, Finder()), list[int](), list[Request]()
+    workers = Searching()
+    workers.steps, workers.stays = steps, stays
+    dispatcher = Dispatcher(house.view.models[MODEL], workers, house.config)
+
+    async def charge(tenant: str, output_tokens: int) -> None:
+        paid.append(output_tokens)
+
+    def generate(request: Request) -> AsyncGenerator[Any, None]:
+        told.append(request)
+        return dispatcher.generate(request)
+
+    monkeypatch.setattr(house.service._rates, "charge", charge)
+    monkeypatch.setattr(house.finder, "generate", generate)
+    task = asyncio.create_task(events_of(house, Ask(text="hello", beams=Beams(8, 1))))
+    async with asyncio.timeout(10):
+        while not task.done() and not (told and told[0].searched == steps and workers.calls):
+            await asyncio.sleep(0.001)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert paid == [pays]
+
+
 # --- HTTP ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -283,10 +311,11 @@ async def test_http_tells_a_choice_for_each_answer_and_the_prompt_once(tokenizer
 
 
 class Searching(FakeWorkers):
-    """The first calls end in `breaks` after one hypothesis."""
+    """The first calls end in `breaks` after one hypothesis. Calls tell of `steps` steps before, and with `stays` they end there."""
 
     breaks = 0
-    silent = False
+    silent = stays = False
+    steps = 0
 
     async def decode(
         self,
@@ -304,6 +333,10 @@ class Searching(FakeWorkers):
                 if isinstance(event, tuple):
                     break
                 yield event
+        for step in range(self.steps):
+            yield Searched(step + 1)
+        if self.stays:
+            await asyncio.Event().wait()
         for token in () if self.silent else (0, 77):
             yield Hypothesis((token + self.breaks,), -1.0 - token, False)
             if self.breaks:

@@ -104,6 +104,17 @@ async def test_calls_share_a_stream_and_invalid_ones_end_with_an_error() -> None
         await p.settled()
 
 
+@pytest.mark.parametrize("asks", [True, False])
+async def test_a_search_tells_how_far_it_has_come_if_it_is_asked(asks: bool) -> None:
+    """An older router ends a request when it gets an event that it does not know."""
+    async with pair() as p:
+        command = start("decode", 1, PROMPT, tells_search=asks)
+        command.start.job.beam.CopyFrom(generation_pb2.Beam(width=2, count=1, length_penalty=1.0, early_stopping="false"))
+        kinds = [event.WhichOneof("event") for event in await read(p, "decode", command)]
+        assert kinds == ["searched"] * 12 * asks + ["hypothesis", "finished"]
+        await p.settled()
+
+
 async def test_prefills_share_a_stream_and_invalid_ones_end_with_an_error() -> None:
     async with pair(chunk=8) as p:
         events = await read(p, "prefill", start("prefill", 1, PROMPT), start("prefill", 2, [999]), start("prefill", 3, []))

@@ -64,6 +64,7 @@ class Search:
     live: list[Beam] = field(default_factory=lambda: [Beam((), 0.0)])  # the best first
     ended: list[Hypothesis] = field(default_factory=list)  # the best first
     done: bool = False
+    steps: int = 0  # tokens that were computed for each beam
 
     @property
     def looks_at(self) -> int:
@@ -92,6 +93,7 @@ class Search:
 
         Returns for each of the new `live` which of the old ones it continues; nothing once the search is done.
         """
+        self.steps += 1
         width, length = self.beams.width, self.length + 1
         young, last = length <= self.min_tokens, length >= self.max_tokens
         # Candidates are compared by (score, beam, token): merging keeps their order.

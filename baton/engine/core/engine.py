@@ -55,6 +55,7 @@ class Output:
     guessed: bool = False  # the token had been guessed
     rejected: int = 0  # guesses of its step that did not become output; told with the last token of the step
     found: tuple[Hypothesis, ...] = ()
+    searched: int = 0  # tokens that a search has computed for each beam
 
 
 @dataclass(slots=True)
@@ -386,15 +387,17 @@ class Engine:
 
     def _search(self, seq: Sequence, sampled: Sampled) -> list[Output]:
         """Takes what a sequence that branches, or one of its beams, may be continued with."""
-        owner, found = seq.owner or seq, self.groups.land(seq, sampled)
+        owner = seq.owner or seq
+        before, found = self.groups.steps(owner), self.groups.land(seq, sampled)
+        searched = self.groups.steps(owner)
         if not found:
-            return []
+            return [Output(owner, None, searched=searched)] if searched > before else []
         if owner.state is State.RUNNING:
             self.scheduler.running.remove(owner)
             self.scheduler.free(owner)
         owner.move("finish")
         self._leave(owner)
-        return [Output(owner, None, Finish.STOP if found[0].stopped else Finish.LENGTH, found=found)]
+        return [Output(owner, None, Finish.STOP if found[0].stopped else Finish.LENGTH, found=found, searched=searched)]
 
     def _fail(self, error: NothingToSample) -> list[Output]:
         """Ends sequences. If their logits are not finite, their blocks leave the prefix cache, so that they are not found again."""

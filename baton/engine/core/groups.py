@@ -81,6 +81,10 @@ class Groups:
             self._continue(group, [self._branch(group)], parents)
         return search.found if search.done else ()
 
+    def steps(self, owner: Sequence) -> int:
+        """How many tokens were computed for each beam."""
+        return self._groups[owner].search.steps
+
     def make_room(self) -> list[Sequence]:
         """Gives the beams of the next step their blocks. Returns who was preempted for that."""
         preempted: list[Sequence] = []

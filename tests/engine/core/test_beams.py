@@ -133,6 +133,14 @@ def answers(outputs: list[Output]) -> dict[str, list[Hypothesis]]:
     return {output.seq.id: list(output.found) for output in outputs if output.found}
 
 
+def test_a_search_tells_how_far_it_has_come() -> None:
+    engine, asked = make(), asking("s", [1, 2, 3])
+    engine.add(asked)
+    outputs = drain(engine)
+    assert [output.searched for output in outputs] == list(range(1, 15)), "once for each token of the beams"
+    assert [bool(output.found) for output in outputs] == [False] * 13 + [True]
+
+
 KINDS = pytest.mark.parametrize("kind", ["engine", "overlap"])
 
 
@@ -155,7 +163,7 @@ def test_an_engine_finds_what_the_search_over_everything_finds(kind: str, cachin
     for seq in seqs:
         found = answers(outputs)[seq.id]
         assert found == expected(seq.tokens[: seq.prompt_len], seq.params)
-        assert next(o.finish for o in outputs if o.seq is seq) is (Finish.STOP if found[0].stopped else Finish.LENGTH)
+        assert next(o.finish for o in outputs if o.seq is seq and o.found) is (Finish.STOP if found[0].stopped else Finish.LENGTH)
     assert sum(output.seq.id == "plain" for output in outputs) == 9
 
 
