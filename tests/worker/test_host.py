@@ -11,6 +11,7 @@ from toy_worker import toy_worker
 
 from baton.cluster import lifecycle
 from baton.cluster.config_layers import load
+from baton.cluster.errors import BatonError
 from baton.cluster.lifecycle import Stage, Stop, run
 from baton.cluster.membership import Membership
 from baton.cluster.metrics_http import MetricsServer
@@ -110,6 +111,41 @@ def lived(folder: Path, stop: Stop, closing: Closing, hurry: bool = False) -> in
         return await running
 
     return asyncio.run(live())
+
+
+class Working:
+    """A role with work that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.asked = 0
+
+    @property
+    def idle(self) -> bool:
+        self.asked += 1
+        return self.done
+
+    def on_step(self, outputs: list[Any]) -> None: ...
+
+
+async def test_a_worker_that_is_told_to_stop_finishes_its_work_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router with retries hides a worker that leaves at once: what it had is done again elsewhere."""
+    stop, closing, role = Stop(), Closing(monkeypatch), Working()
+    process = toy_worker(tmp_path, stop)
+    running = asyncio.create_task(run(process, stop))
+    async with asyncio.timeout(30):
+        while process.host.stage is not Stage.READY:
+            await asyncio.sleep(0.005)
+        monkeypatch.setattr(process.host, "roles", {"prefill": role})
+        stop.ask()
+        while role.asked < 3 and not running.done():
+            await asyncio.sleep(0.005)
+        assert not running.done() and not closing.begun, "its work has not ended"
+        with pytest.raises(BatonError, match="draining"):
+            process.host.mounts.admit("prefill")
+        role.done = True
+        assert await running == 0
+    assert closing.ended == list(PARTS)
 
 
 def fail() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,33 @@ async def test_each_step_is_in_the_registry_and_in_the_log(caplog: pytest.LogCap
     async with asyncio.timeout(20):
         await running
     assert caplog.messages == ["compiling kernels: 1 of 24", "loading weights: 3 of 38 tensors"], "few lines"
+
+
+async def test_the_record_is_written_again_and_again_until_the_worker_serves() -> None:
+    """It expires, and a start without a record counts as one that has no progress."""
+    registry, joins = MemoryRegistry(), list[StartRecord]()
+    join = registry.join
+
+    async def counted(record: Any) -> None:
+        joins.append(record)
+        await join(record)
+
+    registry.join = counted  # type: ignore[method-assign]
+    starting = Starting("decode-0", "decode", 7, registry, 0.01)
+    running = asyncio.create_task(starting.run())
+    async with asyncio.timeout(20):
+        while len(joins) < 4 and not running.done():
+            await asyncio.sleep(0.005)
+        assert len(joins) >= 4, "also while it is at the same step"
+        starting.tell(Step("loading weights", 3, 38, "tensors"))
+        while (await registry.starts())[0].done != 3 and not running.done():
+            await asyncio.sleep(0.005)
+        assert (await registry.starts())[0].step == "loading weights"
+        await starting.leave()
+        await running
+    told = len(joins)
+    await asyncio.sleep(0.03)
+    assert len(joins) == told and await registry.starts() == []
 
 
 def test_only_who_listens_is_told() -> None:
