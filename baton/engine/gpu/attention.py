@@ -3,12 +3,29 @@ a model is given. All kinds read the head-major pool `[N, L, P, Hkv, bs, D]` in 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from baton.engine.gpu.inputs import Inputs, Step
 from baton.engine.model.attention import PagedAttention, PagedKv, plan
 from baton.engine.model.checkpoint import LayerAttention
+
+
+class Rounded(NamedTuple):
+    """One layer of a pool of int8. The scale of what a head has for a token is what its numbers are multiplied by."""
+
+    numbers: Tensor  # [N, P, Hkv, bs, D]
+    scales: Tensor  # [N, P, Hkv, bs] float32
+
+
+Layer = Tensor | Rounded  # a tensor: numbers of the model's type
+
+
+def parts_of(layer: Layer) -> tuple[Tensor, Tensor]:
+    """The numbers and the scales; those of numbers that have none are not read."""
+    return layer if isinstance(layer, Rounded) else (layer, layer)
 
 
 class DeviceAttention:
@@ -17,14 +34,27 @@ class DeviceAttention:
     name = "torch"
     capturable = False
 
-    def __init__(self, pool: Tensor, layers: Sequence[LayerAttention], heads: int, value_dim: int, inputs: Inputs) -> None:
-        """`pool` `[N, L, P, Hkv, bs, D]`, contiguous; `heads`: Hq; `value_dim`: Dv, 0 if it is D."""
+    def __init__(
+        self,
+        pool: Tensor,
+        layers: Sequence[LayerAttention],
+        heads: int,
+        value_dim: int,
+        inputs: Inputs,
+        scales: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`pool` `[N, L, P, Hkv, bs, D]`, each block contiguous; `heads`: Hq; `value_dim`: Dv, 0 if it is D; `scales` `[N, L, P, Hkv, bs]`
+        and the queries' `dtype`, if the pool's numbers are rounded."""
         self.pool = pool
         self.layers = tuple(layers)
         self.heads = heads
         self.value_dim = value_dim or pool.shape[-1]
         self.inputs = inputs
-        self.views = pool.unbind(dim=1)  # [N, P, Hkv, bs, D] each
+        self.views: tuple[Layer, ...] = pool.unbind(dim=1)  # [N, P, Hkv, bs, D] each
+        if scales is not None:
+            self.views = tuple(map(Rounded, pool.unbind(dim=1), scales.unbind(dim=1)))
+        self.paged = PagedKv(pool, value_dim, None, scales, dtype)
 
     def begin(self, step: Step) -> None:
         """Prepares what is the same for all layers. Also called before a captured step is replayed."""
@@ -37,12 +67,8 @@ class DeviceAttention:
 class TorchAttention(DeviceAttention):
     """`baton.engine.model.attention`, unchanged."""
 
-    def __init__(self, pool: Tensor, layers: Sequence[LayerAttention], heads: int, value_dim: int, inputs: Inputs) -> None:
-        super().__init__(pool, layers, heads, value_dim, inputs)
-        self._paged = PagedKv(pool, value_dim)
-
     def begin(self, step: Step) -> None:
-        self._attend = PagedAttention(self._paged, plan(step.spans, self._paged, self.layers))
+        self._attend = PagedAttention(self.paged, plan(step.spans, self.paged, self.layers))
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         return self._attend(layer, q, kv)

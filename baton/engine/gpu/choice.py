@@ -35,6 +35,7 @@ class Facts:
     block_size: int
     head_dim: int
     parts: int
+    stored: str = ""  # type of the KV, if it is not `dtype`
 
 
 def installed(package: str) -> bool:
@@ -52,6 +53,8 @@ def why_not(backend: str, facts: Facts, found: Callable[[str], bool] = installed
         return None if facts.device == "cuda" or interpreted else f"it needs a CUDA device, this is {facts.device!r}"
     if facts.device != "cuda":
         return f"it needs a CUDA device, this is {facts.device!r}"
+    if facts.stored:
+        return f"it reads KV of the model's own type, and engine.kv_dtype is {facts.stored}"
     if facts.dtype not in HALVES:
         return f"it computes in bfloat16 or float16, the model is {facts.dtype}"
     if facts.parts != 2:
@@ -107,11 +110,19 @@ def choose(wanted: str, facts: Facts, found: Callable[[str], bool] = installed) 
 
 
 def make_attention(
-    wanted: str, pool: Tensor, layers: Sequence[LayerAttention], heads: int, value_dim: int, inputs: Inputs
+    wanted: str,
+    pool: Tensor,
+    layers: Sequence[LayerAttention],
+    heads: int,
+    value_dim: int,
+    inputs: Inputs,
+    scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> DeviceAttention:
-    """Raises ValueError if `wanted` is unknown or not possible."""
+    """See `DeviceAttention`. Raises ValueError if `wanted` is unknown or not possible."""
     _, _, parts, _, size, dim = pool.shape
-    match choose(wanted, Facts(pool.device.type, pool.dtype, size, dim, parts)):
+    stored = "" if scales is None else str(pool.dtype).removeprefix("torch.")
+    match choose(wanted, Facts(pool.device.type, dtype or pool.dtype, size, dim, parts, stored)):
         case "flashinfer":
             from baton.engine.gpu.flashinfer_backend import FlashInferAttention
 
@@ -123,6 +134,6 @@ def make_attention(
         case "triton":
             from baton.engine.gpu.triton_backend import TritonAttention
 
-            return TritonAttention(pool, layers, heads, value_dim, inputs)
+            return TritonAttention(pool, layers, heads, value_dim, inputs, scales, dtype)
         case _:
-            return TorchAttention(pool, layers, heads, value_dim, inputs)
+            return TorchAttention(pool, layers, heads, value_dim, inputs, scales, dtype)

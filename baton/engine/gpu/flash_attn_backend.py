@@ -43,7 +43,7 @@ class FlashAttnAttention(StoringAttention):
 
     def _caches(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views `[N, bs, Hkv, D]` of keys and of values."""
-        keys, values = self.views[layer].transpose(2, 3).unbind(dim=1)
+        keys, values = self.pool[:, layer].transpose(2, 3).unbind(dim=1)
         return keys, values
 
     def _how(self, layer: int) -> dict[str, object]:

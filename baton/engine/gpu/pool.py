@@ -17,7 +17,7 @@ from baton.engine.gpu.triton_blocks import move, words_of
 
 
 class DevicePool:
-    """The first `num_blocks` blocks of `tensor` `[rows(layout, num_blocks), *block_shape]`. Behind them are the runner's scratch and the
+    """The first `num_blocks` blocks of `tensor` `[rows(layout, num_blocks), *]`, contiguous. Behind them are the runner's scratch and the
     blocks with which transports probe each other. Thread-safe.
 
     Copies and digests have streams of their own, so that the engine's steps never wait for them. What they touch is at rest: blocks are

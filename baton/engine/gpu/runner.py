@@ -25,7 +25,7 @@ from baton.engine.gpu.overlap import StepResult
 from baton.engine.gpu.pool import DevicePool, rows
 from baton.engine.gpu.sampler import Draw, Pick, Sampler, answers, pick_plainly
 from baton.engine.gpu.trial import rehearse
-from baton.engine.model.kv_views import DTYPES
+from baton.engine.model.kv_views import DTYPES, views
 from baton.engine.model.moe import Mixture, SeparateExperts
 from baton.engine.model.transformer import Transformer
 from baton.engine.runner import ModelRunner, computed_by
@@ -73,7 +73,7 @@ class GpuRunner(ModelRunner):
         backend: str = "auto",
         graph_sizes: Seq[int] | None = None,
     ) -> None:
-        """Lays out a pool like `pool` on the device, or uses `tensor`, `[rows(layout, num_blocks), *block_shape]` (see `DevicePool`).
+        """Lays out a pool like `pool` on the device, or uses `tensor`, `[rows(layout, num_blocks), *]`, contiguous (see `DevicePool`).
 
         `capacity` bounds every batch. `backend`: see `baton.engine.gpu.choice`. `graph_sizes`: batch sizes for which decode steps are
         captured, if possible; None: a ladder up to the capacity. Raises ValueError for a pool of another layout and for a backend that is
@@ -81,21 +81,20 @@ class GpuRunner(ModelRunner):
         """
         if difference := self.layout.difference(pool.layout):
             raise ValueError(f"the pool does not fit the model: {difference}")
-        if self.layout.stored:
-            raise ValueError(f"the kernels of a device read KV as {self.layout.dtype}, not as {self.layout.stored}")
         if capacity is None:
             raise ValueError("capacity: a runner on a device needs a bound on its batches")
-        shape = (rows(self.layout, pool.num_blocks), *self.layout.block_shape)
-        if tensor is None:
-            tensor = torch.zeros(shape, dtype=DTYPES[self.layout.dtype], device=self.device)
-        self.pool = DevicePool(self.layout, tensor.view(shape))
-        self.blocks = tensor.view(shape)[: pool.num_blocks + 1]  # the last one is scratch
+        shape = rows(self.layout, pool.num_blocks), self.layout.block_bytes
+        memory = torch.zeros(shape, dtype=torch.uint8, device=self.device) if tensor is None else tensor.view(torch.uint8).view(shape)
+        self.pool, self._memory = DevicePool(self.layout, memory), memory
+        found = views(self.layout, memory[: pool.num_blocks + 1])  # the last one is scratch
+        self.blocks = found["kv"]
         self._inputs = Inputs(capacity, self.layout.block_size, pool.num_blocks, self.device)
         self._sampler = Sampler(self.eos_token_ids, capacity.max_num_seqs, self.device, _pick(self.device))
         config = self.model.config
         self.attention: DeviceAttention = make_attention(
-            backend, self.blocks, config.attention, config.heads, self.layout.value_dim, self._inputs
-        )
+            backend, self.blocks, config.attention, config.heads, self.layout.value_dim, self._inputs, found.get("scales"),
+            DTYPES[self.layout.dtype],
+        )  # fmt: skip
         self.graphs = Graphs(Captures(self.device) if self.device.type == "cuda" else uncaptured)
         if self.attention.capturable and not _asks_the_device(self.model):
             self._capture(ladder(capacity.max_num_seqs) if graph_sizes is None else sorted(graph_sizes))
@@ -106,7 +105,7 @@ class GpuRunner(ModelRunner):
         Raises ValueError if none does. Call it before there is a pool: from then on the layout tells by which GPU and which kernels KV is
         computed, unless that is `declared_equal` everywhere."""
         config, layout = self.model.config, self.layout
-        facts = Facts(self.device.type, DTYPES[layout.dtype], layout.block_size, layout.head_dim, layout.parts)
+        facts = Facts(self.device.type, DTYPES[layout.dtype], layout.block_size, layout.head_dim, layout.parts, layout.stored)
         shape = config.attention, config.heads, layout.num_kv_heads, layout.value_dim, self.device
         done = first_that_works(wanted, facts, lambda name: rehearse(name, facts, *shape))
         for tried in done[:-1]:
@@ -123,7 +122,7 @@ class GpuRunner(ModelRunner):
 
     def detach(self) -> None:
         """Drops the pool and all that `attach` made."""
-        for name in ("blocks", "pool", "attention", "graphs", "_inputs", "_sampler"):
+        for name in ("blocks", "pool", "_memory", "attention", "graphs", "_inputs", "_sampler"):
             self.__dict__.pop(name, None)
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
@@ -159,11 +158,6 @@ class GpuRunner(ModelRunner):
         copied = Mark(self.device)
         copied.record()
         return DevicePending(step, rows, draw, copied)
-
-    @torch.inference_mode()
-    def copy(self, source: int, target: int) -> None:
-        """Copies on the stream of the steps, so behind those that were submitted."""
-        self.blocks[target].copy_(self.blocks[source])
 
     @torch.inference_mode()
     def run_logits(self, batch: Seq[Chunk]) -> Tensor:

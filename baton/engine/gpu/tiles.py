@@ -29,6 +29,7 @@ class Head(NamedTuple):
     rest: int  # numbers of a key that are not part of the value, likewise; 0: none
     shared: bool  # a key begins with its value (multi-head latent attention)
     bytes: int  # in a number
+    rounded: bool = False  # whether numbers are widened after they are read, which takes registers
 
 
 def most_shared(capability: tuple[int, int]) -> int:
@@ -42,7 +43,7 @@ def decode_tile(group: int, head: Head, capability: tuple[int, int]) -> Tile:
     if head.bytes > 2:
         keys = 64 if head.value <= 128 else 32 if head.value <= 256 else 16
         return _fitted(Tile(LEAST, keys, 4 if head.value <= 64 else 8), head, capability)
-    return _fitted(Tile(rows, 32, 8) if head.value > 256 else Tile(rows, 64, 4), head, capability)
+    return _fitted(Tile(rows, 16 if head.rounded else 32, 8) if head.value > 256 else Tile(rows, 64, 4), head, capability)
 
 
 def prefill_tile(head: Head, capability: tuple[int, int]) -> Tile:

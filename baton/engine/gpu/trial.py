@@ -10,6 +10,7 @@ from baton.engine.core.sequence import Sequence as Seq
 from baton.engine.gpu.choice import Facts, Tried, make_attention, tries
 from baton.engine.gpu.inputs import Capacity, Inputs
 from baton.engine.model.checkpoint import LayerAttention
+from baton.engine.model.kv_views import DTYPES
 
 TOKENS = (1, 9)  # that the two sequences of a small step compute: a decode, and a prompt
 PAST = 3  # positions that the decode has before
@@ -28,9 +29,11 @@ def rehearse(
         seq.blocks, block = list(range(block, block + count)), block + count
         seq.computed = len(seq.tokens) - n
         chunks.append(Chunk(seq, n))
-    pool = torch.zeros(block + 1, len(kinds), facts.parts, kv_heads, facts.block_size, facts.head_dim, dtype=facts.dtype, device=device)
+    size = block + 1, len(kinds), facts.parts, kv_heads, facts.block_size, facts.head_dim
+    pool = torch.zeros(size, dtype=DTYPES[facts.stored] if facts.stored else facts.dtype, device=device)
+    scales = torch.zeros(size[:-1], device=device) if facts.stored else None
     inputs = Inputs(Capacity(len(seqs), sum(TOKENS), max(len(seq.tokens) for seq in seqs) + 1), facts.block_size, block, device)
-    attention = make_attention(backend, pool, kinds, heads, value_dim, inputs)
+    attention = make_attention(backend, pool, kinds, heads, value_dim, inputs, scales, facts.dtype)
     attention.begin(inputs.prepare(chunks))
     q = torch.zeros(sum(TOKENS), heads, facts.head_dim, dtype=facts.dtype, device=device)
     kv = torch.zeros(sum(TOKENS), facts.parts, kv_heads, facts.head_dim, dtype=facts.dtype, device=device)

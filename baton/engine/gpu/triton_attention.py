@@ -1,5 +1,6 @@
 """Attention over the paged pool in Triton: for any block size, grouped or multi-query heads, sliding windows, soft-capped scores, and the
-one-vector KV of multi-head latent attention. Also the kernel that writes new keys and values into their slots.
+one-vector KV of multi-head latent attention. The pool's numbers are of the model's type, or `Rounded`: then a score is multiplied by its
+key's scale, and a weight by its value's.
 
 Kernels take the strides of one layer's slice of the pool, `[N, P, Hkv, bs, D]`: nothing is copied, and any memory order with D innermost
 works. A key after a sequence's last token is never loaded, so whatever is there, NaN included, has no effect.
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.gpu.attention import Layer, Rounded, parts_of
 from baton.engine.gpu.device import capability
 from baton.engine.gpu.tiles import Head, decode_tile, prefill_tile
 from baton.engine.model.checkpoint import LayerAttention
@@ -42,10 +44,19 @@ def _keys_at(base, table, pos, seen, kv_head, block_stride, head_stride, slot_st
 
 
 @triton.jit
+def _scales_at(base, table, pos, seen, kv_head, block_stride, head_stride, BLOCK: tl.constexpr):
+    """`[KEYS]`, of what a head has in the pool at the positions `pos`."""
+    block = tl.load(table + pos // BLOCK, mask=seen, other=0).to(tl.int64)
+    return tl.load(base + block * block_stride + kv_head * head_stride + pos % BLOCK, mask=seen, other=0.0)
+
+
+@triton.jit
 def _decode_kernel(
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
     tables,
     seats,
     lens,
@@ -62,6 +73,8 @@ def _decode_kernel(
     slot_stride,
     table_stride,
     out_token,
+    scale_block,
+    scale_head,
     GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     HEAD_TILES: tl.constexpr,
@@ -73,6 +86,7 @@ def _decode_kernel(
     DR: tl.constexpr,
     DR_PAD: tl.constexpr,
     SHARED: tl.constexpr,
+    ROUNDED: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
@@ -104,12 +118,14 @@ def _decode_kernel(
         pos = at + tl.arange(0, KEYS)
         seen = pos < end
         key = _keys_at(keys, table, pos, seen, kv_head, block_stride, head_stride, slot_stride, BLOCK)
-        k = tl.load(key + d, mask=seen[:, None] & (d < DV), other=0.0)
+        k = tl.load(key + d, mask=seen[:, None] & (d < DV), other=0).to(q_value.dtype)
         scores = tl.dot(q_value, tl.trans(k), input_precision="ieee")
         if DR > 0:
-            k_rest = tl.load(key + DV + r, mask=seen[:, None] & (r < DR), other=0.0)
+            k_rest = tl.load(key + DV + r, mask=seen[:, None] & (r < DR), other=0).to(q_value.dtype)
             scores += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
         scores *= scale
+        if ROUNDED:
+            scores *= _scales_at(key_scales, table, pos, seen, kv_head, scale_block, scale_head, BLOCK)[None, :]
         if CAPPED:
             scores = softcap * _tanh(scores / softcap)
         scores = tl.where(seen[None, :], scores * LOG2_E, float("-inf"))
@@ -122,7 +138,9 @@ def _decode_kernel(
             v = k
         else:
             value = _keys_at(values, table, pos, seen, kv_head, block_stride, head_stride, slot_stride, BLOCK)
-            v = tl.load(value + d, mask=seen[:, None] & (d < DV), other=0.0)
+            v = tl.load(value + d, mask=seen[:, None] & (d < DV), other=0).to(q_value.dtype)
+        if ROUNDED:
+            p *= _scales_at(value_scales, table, pos, seen, kv_head, scale_block, scale_head, BLOCK)[None, :]
         acc = acc * kept[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         top = higher
 
@@ -156,6 +174,8 @@ def _prefill_kernel(
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
     tables,
     seats,
     lens,
@@ -172,6 +192,8 @@ def _prefill_kernel(
     slot_stride,
     table_stride,
     out_token,
+    scale_block,
+    scale_head,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -181,6 +203,7 @@ def _prefill_kernel(
     DR: tl.constexpr,
     DR_PAD: tl.constexpr,
     SHARED: tl.constexpr,
+    ROUNDED: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
@@ -216,12 +239,14 @@ def _prefill_kernel(
             pos = at + tl.arange(0, KEYS)
             seen = pos < end
             key = _keys_at(keys, table, pos, seen, kv_head, block_stride, head_stride, slot_stride, BLOCK)
-            k = tl.load(key + d, mask=seen[:, None] & (d < DV), other=0.0)
+            k = tl.load(key + d, mask=seen[:, None] & (d < DV), other=0).to(q_value.dtype)
             scores = tl.dot(q_value, tl.trans(k), input_precision="ieee")
             if DR > 0:
-                k_rest = tl.load(key + DV + r, mask=seen[:, None] & (r < DR), other=0.0)
+                k_rest = tl.load(key + DV + r, mask=seen[:, None] & (r < DR), other=0).to(q_value.dtype)
                 scores += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
             scores *= scale
+            if ROUNDED:
+                scores *= _scales_at(key_scales, table, pos, seen, kv_head, scale_block, scale_head, BLOCK)[None, :]
             if CAPPED:
                 scores = softcap * _tanh(scores / softcap)
             visible = seen[None, :] & (pos[None, :] <= position[:, None])
@@ -237,46 +262,14 @@ def _prefill_kernel(
                 v = k
             else:
                 value = _keys_at(values, table, pos, seen, kv_head, block_stride, head_stride, slot_stride, BLOCK)
-                v = tl.load(value + d, mask=seen[:, None] & (d < DV), other=0.0)
+                v = tl.load(value + d, mask=seen[:, None] & (d < DV), other=0).to(q_value.dtype)
+            if ROUNDED:
+                p *= _scales_at(value_scales, table, pos, seen, kv_head, scale_block, scale_head, BLOCK)[None, :]
             acc = acc * kept[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
             top = higher
         # Rows beyond the span may see keys or none: they are not written.
         answer = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + row * out_token + head * DV + d, answer.to(out.dtype.element_ty), mask=mine & (d < DV))
-
-
-@triton.jit
-def _store_kernel(
-    kv,
-    layer,
-    slots,
-    tails,
-    kv_token,
-    kv_part,
-    kv_head,
-    block_stride,
-    part_stride,
-    head_stride,
-    slot_stride,
-    HEADS: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    slot = tl.load(slots + token)
-    tail = tl.load(tails + token)
-    head = tl.arange(0, HEADS_PAD)[:, None]
-    d = tl.arange(0, D_PAD)[None, :]
-    inside = (head < HEADS) & (d < D)
-    x = tl.load(kv + token * kv_token + part * kv_part + head * kv_head + d, mask=inside)
-    target = layer + slot // BLOCK * block_stride + part * part_stride + head * head_stride + slot % BLOCK * slot_stride + d
-    tl.store(target, x, mask=inside)
-    nothing = tl.zeros([HEADS_PAD, D_PAD], x.dtype)
-    for behind in range(1, tail + 1):
-        tl.store(target + behind * slot_stride, nothing, mask=inside)
 
 
 @triton.jit
@@ -298,28 +291,6 @@ def flatten_tables(tables: Tensor, seats: Tensor, firsts: Tensor, most: int, out
     _flatten_kernel[(len(seats), triton.cdiv(most, 1024))](tables, seats, firsts, out, tables.stride(0), WIDTH=1024)
 
 
-def store(kv: Tensor, layer: Tensor, slots: Tensor, tails: Tensor) -> None:
-    """Writes kv `[T, P, Hkv, D]` into one layer of the pool `[N, P, Hkv, bs, D]`: token t into slot `slots[t]` = block · bs + offset.
-
-    The `tails[t]` slots after it in its block are zeroed. The span that begins a block must do that, so that the block's bytes depend only
-    on its tokens.
-    """
-    tokens, parts, heads, dim = kv.shape
-    _store_kernel[(tokens, parts)](
-        kv,
-        layer,
-        slots,
-        tails,
-        *kv.stride()[:3],
-        *layer.stride()[:4],
-        HEADS=heads,
-        HEADS_PAD=triton.next_power_of_2(heads),
-        BLOCK=layer.shape[3],
-        D=dim,
-        D_PAD=triton.next_power_of_2(dim),
-    )
-
-
 def splits(sequences: int, kv_heads: int, processors: int) -> int:
     """The number of programs, a power of two, over which the keys of one sequence and head are split, so that the whole device has work.
 
@@ -329,12 +300,12 @@ def splits(sequences: int, kv_heads: int, processors: int) -> int:
     return min(MOST_SPLITS, 1 << max(0, wanted.bit_length() - 1))
 
 
-def decode(q: Tensor, layer: Tensor, tables: Tensor, seats: Tensor, lens: Tensor, how: LayerAttention, out: Tensor, splits: int) -> None:
+def decode(q: Tensor, layer: Layer, tables: Tensor, seats: Tensor, lens: Tensor, how: LayerAttention, out: Tensor, splits: int) -> None:
     """One query per sequence, q `[B, Hq, D]`, against its `lens[b]` ≥ 1 keys, the last of which is its own; into out `[B, Hq, Dv]`.
 
-    `layer` `[N, P, Hkv, bs, D]`; `tables` `[S, M]` int32, in which sequence b has row `seats[b]`; `out` is contiguous within a token.
+    `tables` `[S, M]` int32, in which sequence b has row `seats[b]`; `out` is contiguous within a token.
     """
-    (batch, heads, _), kv_heads, dv = q.shape, layer.shape[2], out.shape[2]
+    (batch, heads, _), kv_heads, dv = q.shape, parts_of(layer)[0].shape[2], out.shape[2]
     group = heads // kv_heads
     shape = _shape(q, layer, dv)
     tile = decode_tile(group, _head(q, shape), capability(q.device))
@@ -343,8 +314,7 @@ def decode(q: Tensor, layer: Tensor, tables: Tensor, seats: Tensor, lens: Tensor
     weights = q.new_empty((batch, heads, splits) if splits > 1 else 0, dtype=torch.float32)
     _decode_kernel[(batch, kv_heads * head_tiles, splits)](
         q,
-        layer,
-        layer[:, -1],
+        *_pointers(layer),
         tables,
         seats,
         lens,
@@ -378,7 +348,7 @@ class Queries(NamedTuple):
 
 def prefill(
     q: Tensor,
-    layer: Tensor,
+    layer: Layer,
     tables: Tensor,
     seats: Tensor,
     lens: Tensor,
@@ -395,8 +365,7 @@ def prefill(
     tile = prefill_tile(_head(q, shape), capability(q.device))
     _prefill_kernel[(triton.cdiv(longest, tile.rows), heads, len(seats) - base)](
         q,
-        layer,
-        layer[:, -1],
+        *_pointers(layer),
         tables,
         seats,
         lens,
@@ -422,24 +391,31 @@ def _kind(how: LayerAttention) -> dict[str, bool]:
     return {"CAPPED": how.softcap is not None, "WINDOWED": how.window is not None}
 
 
-def _strides(q: Tensor, layer: Tensor, tables: Tensor, out: Tensor) -> tuple[int, ...]:
-    block, _, head, slot, _ = layer.stride()
-    return q.stride(0), q.stride(1), block, head, slot, tables.stride(0), out.stride(0)
+def _pointers(layer: Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    numbers, scales = parts_of(layer)
+    return numbers, numbers[:, -1], scales, scales[:, -1]
+
+
+def _strides(q: Tensor, layer: Layer, tables: Tensor, out: Tensor) -> tuple[int, ...]:
+    numbers, scales = parts_of(layer)
+    block, _, head, slot, _ = numbers.stride()
+    return q.stride(0), q.stride(1), block, head, slot, tables.stride(0), out.stride(0), scales.stride(0), scales.stride(2)
 
 
 def _head(q: Tensor, shape: dict[str, int]) -> Head:
-    return Head(shape["DV_PAD"], shape["DR_PAD"] if shape["DR"] else 0, bool(shape["SHARED"]), q.element_size())
+    return Head(shape["DV_PAD"], shape["DR_PAD"] if shape["DR"] else 0, bool(shape["SHARED"]), q.element_size(), bool(shape["ROUNDED"]))
 
 
-def _shape(q: Tensor, layer: Tensor, dv: int) -> dict[str, int]:
+def _shape(q: Tensor, layer: Layer, dv: int) -> dict[str, int]:
     """A key consists of its first Dv numbers, which may also be the value, and DR others."""
-    rest = q.shape[2] - dv
+    rest, (_, parts, kv_heads, block, _) = q.shape[2] - dv, parts_of(layer)[0].shape
     return {
-        "GROUP": q.shape[1] // layer.shape[2],
-        "BLOCK": layer.shape[3],
+        "GROUP": q.shape[1] // kv_heads,
+        "BLOCK": block,
         "DV": dv,
         "DV_PAD": max(16, triton.next_power_of_2(dv)),
         "DR": rest,
         "DR_PAD": max(16, triton.next_power_of_2(rest)),
-        "SHARED": layer.shape[1] == 1,
+        "SHARED": parts == 1,
+        "ROUNDED": isinstance(layer, Rounded),
     }

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from baton.engine.gpu import triton_attention
+from baton.engine.gpu import triton_attention, triton_store
 from baton.engine.gpu.attention import DeviceAttention
 from baton.engine.gpu.inputs import Inputs, Step
 from baton.engine.model.checkpoint import LayerAttention
@@ -23,7 +23,7 @@ class StoringAttention(DeviceAttention):
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         step = self.step
-        triton_attention.store(kv, self.views[layer], step.slots, step.tails)
+        triton_store.store(kv, self.views[layer], step.slots, step.tails)
         out = q.new_empty(len(q), self.heads, self.value_dim)
         if step.size:
             self.decode(layer, q[: step.size], out[: step.size])
@@ -45,17 +45,22 @@ class TritonAttention(StoringAttention):
 
     name = "triton"
 
-    def __init__(self, pool: Tensor, layers: Sequence[LayerAttention], heads: int, value_dim: int, inputs: Inputs) -> None:
-        super().__init__(pool, layers, heads, value_dim, inputs)
-        _, _, parts, self._kv_heads, size, dim = pool.shape
+    def __init__(
+        self,
+        pool: Tensor,
+        layers: Sequence[LayerAttention],
+        heads: int,
+        value_dim: int,
+        inputs: Inputs,
+        scales: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(pool, layers, heads, value_dim, inputs, scales, dtype)
+        _, _, parts, self._kv_heads, _, _ = pool.shape
         cuda = pool.device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(pool.device).multi_processor_count if cuda else 1
         self._plain = [parts == 2 and how.window is None and how.softcap is None for how in layers]
-        # Row (block · LPHkv + part · Hkv + head), counted from a layer's first, is what one head has in one block.
-        step = parts * self._kv_heads
-        self._block_rows = len(layers) * step
-        self._part_rows = torch.arange(step, device=pool.device)[:, None]
-        self._rows = [pool.view(-1, size * dim)[i * step :] for i in range(len(layers))]
+        self._part_rows = torch.arange(parts * self._kv_heads, device=pool.device)[:, None]
 
     def begin(self, step: Step) -> None:
         super().begin(step)
@@ -65,7 +70,7 @@ class TritonAttention(StoringAttention):
         """Rows of all heads and blocks of the step's sequence i, `[2 * Hkv * M]`."""
         count = -(-int(self.step.lengths[i]) // self.inputs.block_size)
         blocks = self.inputs.tables[self.step.seated[i].index, :count].long()
-        return (blocks * self._block_rows + self._part_rows).view(-1)
+        return (blocks * self.paged.rows_per_block + self._part_rows).view(-1)
 
     def decode(self, layer: int, q: Tensor, out: Tensor) -> None:
         parts = triton_attention.splits(len(q), self._kv_heads, self._processors)
@@ -80,7 +85,7 @@ class TritonAttention(StoringAttention):
             return
         row = step.size
         for span, gather in zip(step.spans[step.decodes :], self._gathers, strict=True):
-            kv = self._rows[layer].index_select(0, gather).view(2, 1, self._kv_heads, -1, q.shape[2])
+            kv = self.paged.layers[layer].read(gather, None, q.dtype).view(2, 1, self._kv_heads, -1, q.shape[2])
             k, v = kv[..., : span.start + span.n, :]  # [1, Hkv, keys, D] each
             mine = q[row : row + span.n].transpose(0, 1)[None]  # [1, Hq, n, D]
             mask = causal_lower_right(span.n, k.shape[2]) if span.start else None

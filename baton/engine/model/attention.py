@@ -56,8 +56,8 @@ class KvLayer(NamedTuple):
     per_block: int  # rows from one block to the next
     scales: Tensor | None  # [N, P * Hkv, bs]: what the numbers of a row are multiplied by; None: they are as they are
 
-    def read(self, rows: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
-        """The numbers of these rows `[n]`, `[n, bs * D]` of that type; `out` is room for them as they are stored."""
+    def read(self, rows: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The numbers of these rows `[n]`, `[n, bs * D]` of that type; `out`: room for them as they are stored."""
         stored = torch.index_select(self.rows, 0, rows, out=out)
         if self.scales is None:
             return stored if stored.dtype == dtype else stored.to(dtype)

@@ -24,7 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from baton.engine.gpu import tiles, triton_attention, triton_blocks, triton_sampling
+from baton.engine.gpu import tiles, triton_attention, triton_blocks, triton_sampling, triton_store
+from baton.engine.gpu.attention import Rounded
 from baton.engine.gpu.sampler import Filters
 from baton.engine.gpu.triton_ops import TritonOps
 from baton.engine.model.checkpoint import LayerAttention
@@ -90,7 +91,7 @@ class Survey:
             name: str = kernel.fn.__name__
             self.rows.append((self.driver.capability, name, compiled.metadata.shared, registers, spilled))
             print(
-                f"sm_{self.driver.capability:<4}{name:22}{self.model:34}{compiled.metadata.shared:>8}{registers:>5}{spilled:>7}", flush=True
+                f"sm_{self.driver.capability:<4}{name:22}{self.model:44}{compiled.metadata.shared:>8}{registers:>5}{spilled:>7}", flush=True
             )
             if self._cubins:
                 (self._cubins / f"{self.driver.capability}-{name}-{len(self.rows)}.cubin").write_bytes(compiled.asm["cubin"])
@@ -102,12 +103,14 @@ def attention(survey: Survey, models: list[tuple[Any, ...]]) -> None:
     tables, seats, slots = torch.zeros(9, 64, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
     lens, firsts = torch.ones(8, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
     for heads, kv_heads, dim, dv, parts, block, dtype, how in models:
-        survey.model = f"{heads}/{kv_heads} heads of {dim}, {str(dtype)[6:]}"
         layer = torch.empty(4, 2, parts, kv_heads, block, dim, dtype=dtype)[:, 1]
         q, out = torch.empty(8, heads, dim, dtype=dtype), torch.empty(8, heads, dv, dtype=dtype)
-        triton_attention.decode(q, layer, tables, seats, lens, how, out, 64)
-        triton_attention.prefill(q, layer, tables, seats, lens, triton_attention.Queries(firsts, 0, 8), how, out)
-        triton_attention.store(torch.empty(8, parts, kv_heads, dim, dtype=dtype), layer, slots, slots)
+        rounded = Rounded(layer.to(torch.int8), torch.empty(layer.shape[:-1]))
+        for kv, kind in ((layer, ""), (rounded, ", KV int8"))[: 2 if dtype == BF16 else 1]:
+            survey.model = f"{heads}/{kv_heads} heads of {dim}, {str(dtype)[6:]}{kind}"
+            triton_attention.decode(q, kv, tables, seats, lens, how, out, 64)
+            triton_attention.prefill(q, kv, tables, seats, lens, triton_attention.Queries(firsts, 0, 8), how, out)
+            triton_store.store(torch.empty(8, parts, kv_heads, dim, dtype=dtype), kv, slots, slots)
     triton_attention.flatten_tables(tables, seats, firsts, 1, lens)
 
 
@@ -145,7 +148,7 @@ def main() -> None:
     triton.runtime.driver.set_active(survey.driver)
     JITFunction.__getitem__ = lambda kernel, grid: survey.launcher(kernel, grid)
     mock.patch.object(triton_attention, "capability", lambda _: divmod(survey.driver.capability, 10)).start()
-    print(f"{'':60}  shared regs spilled")
+    print(f"{'':70}  shared regs spilled")
     for capability in options.capabilities:
         survey.driver.capability = capability
         attention(survey, FEW + (MORE if options.all else []))

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.engine.gpu.attention import Rounded
 from baton.engine.model.checkpoint import LayerAttention
 
 kernels = pytest.importorskip("baton.engine.gpu.triton_attention", reason="needs triton", exc_type=ImportError)
+storing = pytest.importorskip("baton.engine.gpu.triton_store", reason="needs triton", exc_type=ImportError)
 
 
 @dataclass
@@ -50,6 +52,19 @@ def paged(
             pool[mine[p // block_size], 1, :, :, p % block_size] = kv[-1][p]
     seated, lengths = (torch.tensor(values, dtype=torch.int32, device=device) for values in (seats, lens))
     return Paged(pool.to(device, dtype), tables.to(device), seated, lengths, [x.to(device, dtype) for x in kv])
+
+
+def rounded(x: Tensor) -> Rounded:
+    """Each row as int8, and its scale, NaN for one of NaN."""
+    scales = x.float().abs().amax(dim=-1) / 127
+    return Rounded((x / scales[..., None]).round().nan_to_num(7).to(torch.int8), scales)
+
+
+def as_int8(case: Paged) -> Rounded:
+    """Layer 1 of the pool, rounded, as are the numbers that the formula is given."""
+    case.kv = [numbers * scales[..., None] for numbers, scales in map(rounded, case.kv)]
+    numbers, scales = rounded(case.pool)
+    return Rounded(numbers[:, 1], scales[:, 1])
 
 
 def formula(q: Tensor, kv: Tensor, how: LayerAttention, value_dim: int) -> Tensor:
@@ -128,6 +143,21 @@ def test_prefill_matches_the_formula(
         torch.testing.assert_close(out[rows].double(), formula(q[rows], case.kv[b], how, dim), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("how", [HOWS[0], HOWS[1], HOWS[3]])
+@pytest.mark.parametrize(("parts", "value_dim"), [(2, 24), (1, 16)])
+def test_rounded_numbers_match_the_formula(device: torch.device, parts: int, value_dim: int, how: LayerAttention) -> None:
+    case = paged(random.Random(7), device, [3, 90, 41], block_size=5, kv_heads=2, dim=24, parts=parts)
+    layer, firsts = as_int8(case), torch.tensor([0, 1, 28, 29], dtype=torch.int32, device=device)
+    q = torch.randn(29, 6, 24, device=device)
+    decoded, filled = (torch.full((n, 6, value_dim), torch.nan, device=device) for n in (3, 29))
+    kernels.decode(q[:3], layer, case.tables, case.seats, case.lens, how, decoded, splits=2)
+    kernels.prefill(q, layer, case.tables, case.seats, case.lens, kernels.Queries(firsts, 0, 27), how, filled)
+    for b, kv in enumerate(case.kv):
+        rows = slice(int(firsts[b]), int(firsts[b + 1]))
+        torch.testing.assert_close(decoded[b].double(), formula(q[b : b + 1], kv, how, value_dim)[0], rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(filled[rows].double(), formula(q[rows], kv, how, value_dim), rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("how", [HOWS[0], HOWS[1]])
 def test_one_vector_can_be_both_key_and_value(device: torch.device, how: LayerAttention) -> None:
     """As in multi-head latent attention: the value is the first 32 of 40 numbers."""
@@ -191,8 +221,25 @@ def test_store_writes_slots_and_zeroes_tails(device: torch.device, block_size: i
         expected[block, 1, :, :, offset] = kv[t]
         expected[block, 1, :, :, offset + 1 : offset + 1 + tail] = 0
     sent = [torch.tensor(values, device=device) for values in (slots, tails)]
-    kernels.store(kv, pool[:, 1], *sent)
+    storing.store(kv, pool[:, 1], *sent)
     assert torch.equal(pool, expected)
+
+
+def test_store_rounds_each_row_and_zeroes_the_tails_of_numbers_and_scales(device: torch.device) -> None:
+    """A row of zeros has a scale, too; one that is not finite has a scale that says so, and numbers that hide it from nobody."""
+    pool, scales = torch.full((4, 2, 2, 3, 5, 24), 9, dtype=torch.int8, device=device), torch.full((4, 2, 2, 3, 5), 9.0, device=device)
+    kv = torch.randn(3, 2, 3, 24, generator=torch.Generator().manual_seed(1)).to(device)
+    kv[0, 0, 1], kv[1, 0, 0, 3], kv[1, 1, 2, 7] = 0, torch.nan, -torch.inf
+    slots, tails = (torch.tensor(values, device=device) for values in ([2 * 5 + 1, 3, 4], [3, 0, 0]))
+    storing.store(kv, Rounded(pool[:, 1], scales[:, 1]), slots, tails)
+    assert (pool[:, 0] == 9).all() and (scales[:, 0] == 9).all() and (pool[:, 1] != 9).any(dim=-1).sum() == 6 * 6
+    for token, (block, offset) in enumerate([(2, 1), (0, 3), (0, 4)]):
+        numbers, scale = pool[block, 1, :, :, offset], scales[block, 1, :, :, offset]
+        plain = kv[token].isfinite().all(dim=-1)
+        assert torch.equal(scale.isfinite() & (scale > 0), plain) and not numbers[~plain].any()
+        error = (numbers * scale[..., None] - kv[token]).abs()[plain]
+        assert (error <= 0.501 * scale[plain][:, None]).all() and (numbers.abs().amax(dim=-1)[plain & kv[token].any(dim=-1)] == 127).all()
+    assert not pool[2, 1, :, :, 2:].any() and not scales[2, 1, :, :, 2:].any()
 
 
 def test_flatten_tables_joins_the_blocks_of_each_seat(device: torch.device) -> None:
