@@ -43,7 +43,9 @@ def decode_tile(group: int, head: Head, capability: tuple[int, int]) -> Tile:
     if head.bytes > 2:
         keys = 64 if head.value <= 128 else 32 if head.value <= 256 else 16
         return _fitted(Tile(LEAST, keys, 4 if head.value <= 64 else 8), head, capability)
-    return _fitted(Tile(rows, 16 if head.rounded else 32, 8) if head.value > 256 else Tile(rows, 64, 4), head, capability)
+    if head.rounded and head.value > 256:
+        rows = min(rows, 32)  # more would spill registers on Hopper
+    return _fitted(Tile(rows, 32, 8) if head.value > 256 else Tile(rows, 64, 4), head, capability)
 
 
 def prefill_tile(head: Head, capability: tuple[int, int]) -> Tile:
