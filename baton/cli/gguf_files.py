@@ -10,8 +10,9 @@ SUFFIX = ".gguf"
 Say = Callable[[str], None]
 
 
-def folder_of(path: Path, say: Say) -> Path:
-    """The folder of a model: of a GGUF file the one in this user's cache, made if it is not there. Raises ConfigError."""
+def folder_of(path: Path, say: Say, plainly: bool = False) -> Path:
+    """The folder of a model: of a GGUF file the one in this user's cache, made if it is not there. `plainly`: for an engine that is not
+    ours. Raises ConfigError."""
     if path.suffix != SUFFIX or path.is_dir():
         return path
     if not path.is_file():
@@ -19,19 +20,19 @@ def folder_of(path: Path, say: Say) -> Path:
     try:
         from baton.models.gguf.unpack import cached
 
-        return cached(path, say)
+        return cached(path, say, plainly=plainly)
     except ImportError as error:
         raise _lacking(path, error) from None
     except CheckpointError as error:
         raise ConfigError(f"model.path: {error}") from None
 
 
-def unpack(file: Path, folder: Path, say: Say) -> None:
+def unpack(file: Path, folder: Path, say: Say, plainly: bool) -> None:
     """Raises ConfigError, OSError."""
     try:
         from baton.models.gguf import unpack as work
 
-        work.unpack(file, folder, say)
+        work.unpack(file, folder, say, plainly)
     except ImportError as error:
         raise _lacking(file, error) from None
     except CheckpointError as error:

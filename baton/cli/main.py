@@ -150,12 +150,13 @@ def certs(
 def unpack(
     file: Annotated[Path, typer.Argument(help="GGUF file.", exists=True, dir_okay=False)],
     folder: Annotated[Path, typer.Argument(help="Folder that gets the model; it must not be there.")],
+    plain: Annotated[bool, typer.Option("--plain", help="Dequantise its matrices, so that other programs read the folder, too.")] = False,
 ) -> None:
     """Make of a GGUF file the folder of a model, as `baton up --model FILE` does in this user's cache."""
     from baton.cli.gguf_files import unpack as make
 
     with _failing():
-        make(file, folder, lambda line: err.print(line, markup=False, soft_wrap=True))
+        make(file, folder, lambda line: err.print(line, markup=False, soft_wrap=True), plain)
         print(folder)
 
 

@@ -197,7 +197,7 @@ def with_model(config: Config, say: Callable[[str], None] = lambda line: None) -
 def _found(path: str, config: Config, say: Callable[[str], None]) -> str:
     if config.launcher.ray_address is not None and path.endswith(SUFFIX):
         raise ConfigError(f"{path}: other hosts have no folder of a GGUF file: `baton unpack` it to where all of them see it")
-    return str(folder_of(Path(path).resolve(), say).resolve())
+    return str(folder_of(Path(path).resolve(), say, plainly=config.engine.kind == "vllm").resolve())
 
 
 def _detach(name: str, show: Callable[[str], None]) -> None:

@@ -150,6 +150,9 @@ def status(cluster: dict[str, Any]) -> Group:
     methods = {worker["speculation"][0] for worker in cluster["workers"] if worker["speculation"] and "decode" in _serves(worker)}
     if methods:
         head.append(f" · guesses: {', '.join(sorted(methods))}")
+    matrices = sorted({told for worker in cluster["workers"] if (told := worker.get("matrices"))})
+    if matrices:
+        head.append(f" · matrices: {'; '.join(matrices)}")
     table = Fitting(
         ("worker", "serves", "state", "address", "pid", "running", "waiting", "free blocks", "cached", "leases", "transport"),
         left=("worker", "serves", "state", "address", "transport"),

@@ -92,6 +92,7 @@ class WorkerRecord:
     speculation_tokens: Count = 0  # guesses in one step, at most
     forks: bool = False  # whether a decode call may begin others; an older worker would not answer them
     tiers: tuple[TierRecord, ...] = ()  # the nearest first
+    matrices: str = ""  # what became of a quantised checkpoint's; empty: its model is not quantised
     lends: bool = True  # whether peers can borrow blocks that it caches; true also if unknown, for the worker itself can refuse
 
     def serves(self, role: RoleName) -> bool:

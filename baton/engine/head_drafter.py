@@ -79,7 +79,7 @@ class HeadDrafter(Drafter):
             inner, scheme = fields.size("intermediate_size"), read_scheme(fields)
         config = replace(with_head(runner.model.config, inner), scheme=scheme)
         checkpoint = Checkpoint(folder, config, head=True)
-        head = Head(runner.model, config, checkpoint.tensor, checkpoint.__contains__, weight_dtype)
+        head = Head(runner.model, config, checkpoint.matrix, checkpoint.__contains__, weight_dtype)
         return cls(head, fingerprint(folder), runner.layout, runner.eos_token_ids, bound)
 
     @property

@@ -140,9 +140,10 @@ class EngineOptions(Section):
         " named backend must meet both conditions.",
         "baton.engine.build",
     )
-    weight_dtype: Literal["auto", "int8", "int4"] = option(
+    weight_dtype: Literal["auto", "float", "int8", "int4"] = option(
         "auto",
-        "Type of the matrices. auto: as model.dtype. int8, int4: they are quantised at load, activations to int8 at each step."
+        "Type of the matrices. auto: as the checkpoint has them, if it is quantised and kernels compute it so, else as model.dtype (float)."
+        " int8, int4: they are quantised at load, activations to int8 at each step."
         " With int4, the matrix that makes logits is int8.",
         "baton.engine.runner",
     )

@@ -20,8 +20,10 @@ from baton.engine.model.attention import PagedAttention, PagedKv, Span, batch_or
 from baton.engine.model.checkpoint import Checkpoint, expected_tensors
 from baton.engine.model.config_json import read_config
 from baton.engine.model.kv_views import DTYPES, views
+from baton.engine.model.linear import PLAIN
 from baton.engine.model.memory import keep_memory, return_memory
 from baton.engine.model.ops import Ops
+from baton.engine.model.quantised.matrix import Matrix
 from baton.engine.model.sampler import sample, score, takes_greatest
 from baton.engine.model.sizes import rounded_up
 from baton.engine.model.transformer import Transformer
@@ -30,7 +32,8 @@ from baton.engine.options import Options
 if TYPE_CHECKING:
     from baton.engine.cpu.decode_steps import DecodeSteps
 
-ROUNDED = {"auto": "", "int8": "-int8", "int4": "-int4+int8"}  # what the fingerprint says of the matrices, the head last if it differs
+# What the fingerprint says of the matrices, the head last if it differs
+ROUNDED = {"auto": "", "float": "-float", "int8": "-int8", "int4": "-int4+int8"}
 DECLARED = "declared equal"
 log = logging.getLogger(__name__)
 
@@ -95,6 +98,7 @@ class ModelRunner:
         self._steps: DecodeSteps | None = None
         self.draft: Companion | None = None
         self.on_device = device.type != "cpu"
+        self.matrices = ", ".join(f"{count} {form}" for form, count in sorted(model.forms.items()) if form != PLAIN)
         self.separates_output = False
 
     @classmethod
@@ -115,11 +119,11 @@ class ModelRunner:
         checkpoint = Checkpoint(path, config)
         total, done = len(expected_tensors(config)), 0
 
-        def read(name: str) -> Tensor:
+        def read(name: str) -> Matrix:
             nonlocal done
             done += 1
             progress(done, total)
-            return checkpoint.tensor(name)
+            return checkpoint.matrix(name)
 
         where = torch.device(options.engine.device)
         model = Transformer(config, read, DTYPES[dtype], where, choose(where, DTYPES[dtype]), weight_dtype)
@@ -138,7 +142,10 @@ class ModelRunner:
             value_dim=config.kv_value_dim,
             stored=stored,
         )
-        return cls(model, layout, where)
+        made = cls(model, layout, where)
+        if made.matrices:
+            log.info("quantised matrices: %s", made.matrices)
+        return made
 
     def attach(self, pool: KvPool, tensor: Tensor | None = None) -> None:
         """Keys and values will live in `pool`; `tensor` is its memory as `[num_blocks, *block_shape]` if that is not host memory.

@@ -40,6 +40,7 @@ class ModelledRunner:
 
     vocab_size = VOCABULARY
     eos_token_ids: frozenset[int] = frozenset()
+    matrices = ""
     separates_output = True  # as of every real model
     on_device = False
 

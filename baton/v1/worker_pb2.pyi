@@ -645,7 +645,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., residue: _Optional[_Union[Residue, _Mapping]] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("name", "role", "address", "incarnation", "state", "pid", "host", "model_name", "model_fingerprint", "tokenizer_fingerprint", "block_size", "max_model_len", "kv_blocks", "transport", "load", "metrics", "max_num_seqs", "roles", "eos_token_ids", "lends", "gpus", "speculation", "speculation_tokens", "forks", "tiers")
+    __slots__ = ("name", "role", "address", "incarnation", "state", "pid", "host", "model_name", "model_fingerprint", "tokenizer_fingerprint", "block_size", "max_model_len", "kv_blocks", "transport", "load", "metrics", "max_num_seqs", "roles", "eos_token_ids", "lends", "gpus", "speculation", "speculation_tokens", "forks", "tiers", "matrices")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -671,6 +671,7 @@ class WorkerRecord(_message.Message):
     SPECULATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FORKS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    MATRICES_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     address: str
@@ -696,7 +697,8 @@ class WorkerRecord(_message.Message):
     speculation_tokens: int
     forks: bool
     tiers: _containers.RepeatedCompositeFieldContainer[Tier]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., metrics: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., lends: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., speculation: _Optional[_Iterable[str]] = ..., speculation_tokens: _Optional[int] = ..., forks: _Optional[bool] = ..., tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ...) -> None: ...
+    matrices: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., metrics: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., lends: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., speculation: _Optional[_Iterable[str]] = ..., speculation_tokens: _Optional[int] = ..., forks: _Optional[bool] = ..., tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., matrices: _Optional[str] = ...) -> None: ...
 
 class Tier(_message.Message):
     __slots__ = ("medium", "state", "why", "blocks", "capacity", "reads", "hits", "saved_s", "spent_s")

@@ -271,6 +271,7 @@ class Host:
             speculation=traits.offer.methods,
             speculation_tokens=traits.offer.max_tokens,
             forks=True,
+            matrices=traits.matrices,
         )
 
     @property

@@ -613,6 +613,15 @@ def test_status_shows_what_a_worker_serves_not_what_it_was_started_for() -> None
         assert lines[-1].split()[:2] == ["w", told] and ("guesses: prompt_lookup" in lines[0]) == (told == "decode")
 
 
+def test_status_shows_what_became_of_quantised_matrices() -> None:
+    load = {"running": 0, "waiting": 0, "free_blocks": 1, "cached_blocks": 0, "leases": 0}
+    worker = {"name": "w", "role": "decode", "roles": [], "state": "ready", "address": "a", "pid": 1, "kv_blocks": 1, "transport": "tcp"}
+    worker |= {"load": load, "speculation": []}
+    forms = "3 computed as stored, 1 dequantised"
+    assert f"matrices: {forms}" in shown(180, workers=[worker, {**worker, "matrices": forms}])
+    assert "matrices" not in shown(180, workers=[worker, {**worker, "matrices": ""}])
+
+
 @pytest.mark.parametrize("width", [60, 180])
 def test_status_lists_the_routers_if_there_are_several(width: int) -> None:
     doors = {"grpc": "127.0.0.1:8470", "http": "127.0.0.1:8000", "admin": "127.0.0.1:8471", "page": "127.0.0.1:8472"}

@@ -12,8 +12,13 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors import safe_open
 
+from baton.engine.choice import load_runner
 from baton.engine.facts.fields import CheckpointError
 from baton.engine.facts.model_facts import end_tokens
+from baton.engine.model.checkpoint import Checkpoint, expected_tensors
+from baton.engine.model.config_json import read_config
+from baton.engine.model.naive import next_logits
+from baton.engine.runner import ModelRunner
 from baton.models.gguf.unpack import cached, unpack
 from router.tokenizer import Tokenizer
 
@@ -171,11 +176,35 @@ def as_llama_cpp(w: dict[str, Floats], tokens: list[int]) -> Floats:
 def test_logits_are_those_of_the_dequantised_weights(stored: str, tmp_path: Path) -> None:
     """Without the order of q and k undone, they are not (by 0.1 and more)."""
     worth = write(tmp_path / "m.gguf", Kind[stored])
-    unpack(tmp_path / "m.gguf", tmp_path / "m", silent)
+    unpack(tmp_path / "m.gguf", tmp_path / "m", silent, plainly=True)
     assert torch.equal(tensor(tmp_path / "m", "model.layers.0.mlp.up_proj.weight"), torch.from_numpy(worth["blk.0.ffn_up.weight"]))
     tokens = [0, 65, 254, 253, 90, 7]
     wanted = torch.from_numpy(as_llama_cpp({name: part.astype(np.float64) for name, part in worth.items()}, tokens)).float()
     torch.testing.assert_close(logits(tmp_path / "m", tokens), wanted, rtol=1e-3, atol=1e-3 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("stored", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
+def test_blocks_are_kept_and_worth_what_the_library_says(stored: str, tmp_path: Path) -> None:
+    worth = write(tmp_path / "m.gguf", Kind[stored])
+    unpack(tmp_path / "m.gguf", tmp_path / "m", silent)
+    unpack(tmp_path / "m.gguf", tmp_path / "plain", silent, plainly=True)
+    kept, plain = (Checkpoint(folder, read_config(folder)) for folder in (tmp_path / "m", tmp_path / "plain"))
+    assert (tmp_path / "m" / "model.safetensors").stat().st_size < (1.1 if stored != "Q6_K" else 6) * (tmp_path / "m.gguf").stat().st_size
+    up = torch.from_numpy(worth["blk.0.ffn_up.weight"])
+    torch.testing.assert_close(kept.tensor("model.layers.0.mlp.up_proj.weight"), up, rtol=0, atol=1e-7)
+    for name in expected_tensors(read_config(tmp_path / "m")):
+        torch.testing.assert_close(kept.tensor(name), plain.tensor(name).float(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("stored", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"])
+def test_blocks_are_computed_as_they_are_and_the_embedding_is_held_once(stored: str, tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", Kind[stored])
+    unpack(tmp_path / "m.gguf", tmp_path / "m", silent)
+    runner = load_runner(ModelRunner, tmp_path / "m")
+    assert runner.matrices == "5 computed as stored" and not isinstance(runner.model.embedding, torch.Tensor)
+    dequantised = load_runner(ModelRunner, tmp_path / "m", weight_dtype="float")
+    found, wanted = (next_logits(each.model, [0, 65, 254, 90]) for each in (runner, dequantised))
+    assert (found - wanted).norm() < 0.03 * wanted.norm()
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])

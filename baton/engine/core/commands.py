@@ -101,6 +101,7 @@ class Commands:
             eos_token_ids=runner.eos_token_ids,
             lends=True,
             offer=engine.drafter.offer,
+            matrices=runner.matrices,
         )
 
     async def add(self, seq: Sequence, forks: list[Sequence] | None = None) -> None:

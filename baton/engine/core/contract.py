@@ -105,6 +105,7 @@ class Traits:
     eos_token_ids: frozenset[int]
     lends: bool  # whether `pin` can find cached blocks for a peer
     offer: Offer = NOTHING_OFFERED  # of guesses
+    matrices: str = ""  # see `baton.engine.core.protocol.Runner`
 
 
 @dataclass(frozen=True, slots=True)

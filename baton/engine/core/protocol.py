@@ -107,6 +107,7 @@ class Runner(Protocol):
     eos_token_ids: frozenset[int]
     max_positions: int
     on_device: bool  # the thread that runs it only waits while something else computes
+    matrices: str  # how many of a quantised checkpoint's are computed as stored, and how many dequantised; empty: it is not quantised
     separates_output: bool  # KV of output has other bits than that of the same tokens in a prompt, and those bits whenever it is computed
 
     @property

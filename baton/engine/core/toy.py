@@ -26,6 +26,7 @@ ARCHITECTURE = "BatonToyForCausalLM"
 
 
 class ToyRunner:
+    matrices = ""
     separates_output = False  # integers
     on_device = False
 

@@ -1,7 +1,7 @@
 """The operations of a layer on compiled kernels.
 
-Importing this module compiles them, which takes seconds, or loads what an earlier process compiled; those of experts, int8, int4 and
-KV as int8 are compiled when the first model that needs them is loaded. The import fails if Numba cannot
+Importing this module compiles them, which takes seconds, or loads what an earlier process compiled; those of experts, int8, int4, groups
+and KV as int8 are compiled when the first model that needs them is loaded. The import fails if Numba cannot
 compile for this processor, or if torch's threads are not GNU's OpenMP; `baton.engine.choice.choose_ops` then keeps plain torch.
 """
 
@@ -18,7 +18,8 @@ from baton.engine.cpu.span_attention import attend_span
 from baton.engine.model import onednn
 from baton.engine.model.attention import Kernels
 from baton.engine.model.checkpoint import ExpertConfig
-from baton.engine.model.ops import Each, Multiply, Ops
+from baton.engine.model.ops import Each, Multiply, Ops, Table
+from baton.engine.model.quantised.matrix import Quantised
 
 ATTENTION = Kernels(attend_in_place, attend_span, store)
 
@@ -50,7 +51,9 @@ class CompiledOps(Ops):
         pointwise.add_rms_norm(x, y if y is None else y.contiguous(), weight, out, eps)
         return out
 
-    def embed(self, tokens: Tensor, table: Tensor, scale: float) -> Tensor:
+    def embed(self, tokens: Tensor, table: Tensor | Table, scale: float) -> Tensor:
+        if not isinstance(table, Tensor):
+            return table(tokens, scale)
         out = table.new_empty(len(tokens), table.shape[1])
         pointwise.embed(table, tokens, out, scale)
         return out
@@ -104,6 +107,19 @@ class CompiledOps(Ops):
         from baton.engine.cpu import int4
 
         return int4.multiplier(matrix, scales, bias)
+
+    def stored_multiplier(self, matrix: Quantised, bias: Tensor | None) -> Multiply | None:
+        if matrix.bits == 8 and matrix.scales.shape[1] == 1 and matrix.shifts is None:
+            rows = matrix.numbers.bitwise_xor(matrix.middle).view(torch.int8)
+            return self.int8_multiplier(rows, matrix.scales[:, 0].float().contiguous(), bias)
+        from baton.engine.cpu import groups
+
+        return groups.multiplier(matrix, bias) if groups.fits(matrix) else None
+
+    def table(self, multiply: Multiply, dtype: torch.dtype) -> Table | None:
+        from baton.engine.cpu import groups
+
+        return groups.Rows(multiply, dtype) if isinstance(multiply, panels.Product) and multiply.kernel in groups.TAKES else None
 
     def _takes(self, matrix: Tensor) -> bool:
         """Whether our own kernels multiply it. Otherwise `packs` says who does."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.engine.cpu.int4 import multiply_int4, product_int4
 from baton.engine.cpu.int8 import multiply_int8, product_int8
-from baton.engine.cpu.kernel import INT, REAL, ArgumentError, body, floats, int64s, kernel, numbers
+from baton.engine.cpu.kernel import INT, REAL, ArgumentError, body, floats, int64s, kernel, named, numbers
 from baton.engine.cpu.panels import CHUNK, Product, multiply, product
 from baton.engine.cpu.primitives import ONE, SUMS, ZERO, exp, put, share, view_float32, view_int8, view_int32, view_like, view_uint16, wide
 from baton.engine.cpu.softmax import weigh
@@ -43,7 +43,7 @@ class Each:
 
 def each(products: Sequence[object]) -> Each | None:
     """None: they are not all products of one kernel with matrices of equal shapes."""
-    ours = [each for each in products if isinstance(each, Product)]
+    ours = [each for each in products if isinstance(each, Product) and each.kernel in EACH]
     kinds = {(each.kernel, each.outs, each.width, tuple((part.dtype, part.shape) for part in each.matrix)) for each in ours}
     return Each(ours) if len(ours) == len(products) and len(kinds) == 1 else None
 
@@ -201,16 +201,6 @@ def _by_one_int4(x, table, rows, out, width, outs):
     multiply_int4(x, weights, scales, bias, out, rows, width, outs)
 
 
-def _named(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A kernel is cached under its name."""
-
-    def name_(function: Callable[..., None]) -> Callable[..., None]:
-        function.__name__ = name
-        return function
-
-    return name_
-
-
 def _kernel(name: str, parts: int, by_one: Callable[..., None]) -> Callable[..., None]:
     """`by_one` multiplies rows of x with the matrix whose `parts` are at the addresses in a row of the table."""
 
@@ -222,7 +212,7 @@ def _kernel(name: str, parts: int, by_one: Callable[..., None]) -> Callable[...,
         out=numbers("rows * times", "outs"),
         times=INT,
     )
-    @_named(name)
+    @named(name)
     def each(x, x_stride0, owners, has_owners, tables, out, rows, width, times, experts, outs):
         some, result, taken = np.empty(CHUNK * width, x.dtype), np.empty(CHUNK * outs, out.dtype), np.empty(CHUNK, np.int64)
         owners, owned = owners if has_owners else owners[:0], (rows * times, times, 1 if has_owners else experts, width)

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 C_FUNCTION = types.void(types.CPointer(types.int64))
 SHARED_FROM = 1 << 16  # numbers to compute; for fewer, waking the other threads costs more than they save
-KERNELS = {ALL: 15, "experts": 5, "int4": 1, "int8": 3, "kv_int8": 3}  # that each group has
+KERNELS = {ALL: 15, "experts": 5, "groups": 10, "int4": 1, "int8": 3, "kv_int8": 3}  # that each group has
 _numbers = defaultdict[str, "itertools.count[int]"](lambda: itertools.count(1))  # group → of its kernels that this process has made
 
 
@@ -87,6 +87,11 @@ def int32s(*dims: str, optional: bool = False) -> Array:
 def bfloat16s(*dims: str) -> Array:
     """The kernel sees their bits."""
     return Array(torch.bfloat16, "uint16", dims)
+
+
+def float16s(*dims: str) -> Array:
+    """The kernel sees their bits."""
+    return Array(torch.float16, "uint16", dims)
 
 
 def int8s(*dims: str, strided: int = 0) -> Array:
@@ -140,6 +145,16 @@ def kernel(work: str, fast: set[str] | bool = False, **arguments: Array | Scalar
         return call
 
     return compile_
+
+
+def named(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a function the name under which its kernel is cached: for one that several kernels are made of."""
+
+    def name_(function: Callable[..., None]) -> Callable[..., None]:
+        function.__name__ = name
+        return function
+
+    return name_
 
 
 class _Names:

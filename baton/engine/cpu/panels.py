@@ -1,6 +1,7 @@
 """Products with a matrix of weights, compiled, for any number of rows: at few rows nearly as fast as the weights can be read."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,8 +43,8 @@ def panels(matrix: Tensor) -> Tensor:
 class Product:
     """A `Multiply` by one of the kernels."""
 
-    def __init__(self, kernel: Callable[..., None], matrix: tuple[Tensor, ...], shape: torch.Size) -> None:
-        """`matrix`: as the kernel wants it; `shape`: `[outs, width]`."""
+    def __init__(self, kernel: Callable[..., None], matrix: tuple[Any, ...], shape: torch.Size) -> None:
+        """`matrix`: tensors, and perhaps numbers, as the kernel wants them; `shape`: `[outs, width]`."""
         self.kernel, self.matrix = kernel, matrix
         self.outs, self.width = shape
 

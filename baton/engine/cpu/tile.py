@@ -108,7 +108,7 @@ def _add_pairs_int8(builder: Any, total: Any, w: Any, x: Any) -> Any:
     below = builder.icmp_signed("<", w, ir.Constant(BYTES, [0] * BYTES.count))
     # Of a w of 0, x may be anything.
     signed = called(builder, "llvm.x86.avx2.psign.b", BYTES, x, w) if LANES == 8 else builder.select(below, builder.neg(x), x)
-    return builder.add(total, _added_pairs(builder, _pairs(builder, builder.select(below, builder.neg(w), w), signed)))
+    return builder.add(total, added_pairs(builder, _pairs(builder, builder.select(below, builder.neg(w), w), signed)))
 
 
 def _pairs(builder: Any, unsigned: Any, signed: Any) -> Any:
@@ -117,7 +117,7 @@ def _pairs(builder: Any, unsigned: Any, signed: Any) -> Any:
     return called(builder, name, SHORTS, unsigned, signed)
 
 
-def _added_pairs(builder: Any, sums: Any) -> Any:
+def added_pairs(builder: Any, sums: Any) -> Any:
     """Two int16 added in each int32."""
     name = "llvm.x86.avx512.pmaddw.d.512" if LANES == 16 else "llvm.x86.avx2.pmadd.wd"
     return called(builder, name, INTS, sums, ir.Constant(SHORTS, [1] * SHORTS.count))
@@ -276,10 +276,10 @@ def _scaled_sums(builder: Any, x: list[Any], offsets: list[Any], panel: Any, sca
             place = builder.add(builder.mul(at, I64(8)), I64(4 * half))
             shifted = [builder.lshr(each, _all(4 * half)) for each in packed] if half else packed
             for r, start in enumerate(x):
-                whole[r] = _add_nibbles(builder, whole[r], shifted, builder.gep(start, [place]))
+                whole[r] = add_nibbles(builder, whole[r], shifted, builder.gep(start, [place]))
     if PAIRS:
         whole = [
-            [builder.add(first, _added_pairs(builder, each)) for first, each in zip(*row, strict=True)]
+            [builder.add(first, added_pairs(builder, each)) for first, each in zip(*row, strict=True)]
             for row in zip(begin, whole, strict=True)
         ]
     bits = vectors(builder, builder.gep(scales, [builder.mul(g, I64(OUTS))]), ir.VectorType(I16, LANES))
@@ -300,7 +300,7 @@ def _scaled_sums(builder: Any, x: list[Any], offsets: list[Any], panel: Any, sca
     return added
 
 
-def _add_nibbles(builder: Any, totals: list[Any], packed: list[Any], x: Any) -> list[Any]:
+def add_nibbles(builder: Any, totals: list[Any], packed: list[Any], x: Any) -> list[Any]:
     """Adds the products of four int8 at `x` with the lower half of each byte: to int32 or, in pairs, to int16, which those of a group fit
     (16 · 15 · 127 < 2¹⁵)."""
     if VNNI or PAIRS:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.engine.facts.fields import CheckpointError
 from baton.engine.facts.fingerprint import weight_files
-from baton.engine.model.quantised.matrix import Quantised
+from baton.engine.model.quantised.matrix import Matrix, plain
 from baton.engine.model.quantised.scheme import Format, Part, Parts, Scheme
 
 WEIGHT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -286,10 +286,9 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """One of `expected_tensors`, on the CPU, in the file's dtype; a quantised one as float32."""
-        found = self.matrix(name)
-        return found.dequantised() if isinstance(found, Quantised) else found
+        return plain(self.matrix(name))
 
-    def matrix(self, name: str) -> Tensor | Quantised:
+    def matrix(self, name: str) -> Matrix:
         """The same, as the file has it. Raises CheckpointError for one that cannot be read, or makes no sense."""
         if name not in self._quantised:
             return self._tensor(name)
@@ -318,7 +317,7 @@ class Checkpoint:
         found = dict[str, tuple[Format, Shape]]()
         for name, shape in expected.items():
             module = name.removesuffix(".weight")
-            if len(shape) == 2 and module != name and not module.endswith("embed_tokens"):
+            if len(shape) == 2 and module != name:
                 format_ = scheme.format_of(named.get(module, module), partial(self._has, module))
                 if format_:
                     found[name] = format_, shape

@@ -14,14 +14,14 @@ from torch import Tensor
 from baton.engine.model.checkpoint import ModelConfig, head_prefix
 from baton.engine.model.projections import Attention
 from baton.engine.model.transformer import Layer, Transformer
-from baton.engine.model.weights import ReadTensor, Weights
+from baton.engine.model.weights import ReadMatrix, Weights
 
 
 class Head:
-    def __init__(self, target: Transformer, config: ModelConfig, read: ReadTensor, has: Callable[[str], bool], weight_dtype: str) -> None:
+    def __init__(self, target: Transformer, config: ModelConfig, read: ReadMatrix, has: Callable[[str], bool], weight_dtype: str) -> None:
         """`config`: the target's `with_head`. Reads `head_tensors`; where one is missing that need not be there, it takes the target's."""
         self.config, self._target, self.ops = config, target, target.ops
-        dtype, device = target.embedding.dtype, target.embedding.device
+        dtype, device = target.dtype, target.device
         weights = Weights(read, dtype, device, weight_dtype, f"{head_prefix(config)}.", target.ops)
 
         def own(name: str) -> bool:
@@ -33,7 +33,7 @@ class Head:
         self.from_token, self.from_hidden = weights.matrix([from_token]), weights.matrix([from_hidden])
         self.embedding = weights.placed(weights.tensor("embed_tokens.weight")) if own("embed_tokens") else target.embedding
         self.norm = weights.vector("shared_head.norm", config.norm_offset) if own("shared_head.norm") else target.norm
-        self.head = weights.head(weights.tensor("shared_head.head.weight")) if own("shared_head.head") else target.head
+        self.head = weights.head(weights.stored("shared_head.head.weight")) if own("shared_head.head") else target.head
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
         """Tokens and positions `[T]`, the hidden states before them `[T, H]` → those at them, as the head guesses them, `[T, H]`, and

@@ -13,12 +13,14 @@ from torch import Tensor
 from baton.engine.model import onednn
 from baton.engine.model.attention import Kernels
 from baton.engine.model.checkpoint import ExpertConfig
+from baton.engine.model.quantised.matrix import Quantised
 from baton.engine.model.rope import rotation
 from baton.engine.model.sampler import Draw
 
 Multiply = Callable[[Tensor], Tensor]  # [T, in] → [T, out]
 # (x [A / n, in], owners [A]) → [A, out]: row a is row a // n of x times the matrix with number owners[a].
 Each = Callable[[Tensor, Tensor], Tensor]
+Table = Callable[[Tensor, float], Tensor]  # (tokens [T], scale) → [T, H]: rows, times the scale
 TINY = torch.finfo(torch.float32).tiny  # the step of a row of zeros
 
 
@@ -54,8 +56,10 @@ class Ops:
             x += y
         return F.rms_norm(x, x.shape[-1:], weight, eps)
 
-    def embed(self, tokens: Tensor, table: Tensor, scale: float) -> Tensor:
+    def embed(self, tokens: Tensor, table: Tensor | Table, scale: float) -> Tensor:
         """Rows of `[V, H]`, times `scale`, for tokens `[T]`."""
+        if not isinstance(table, Tensor):
+            return table(tokens, scale)
         x = F.embedding(tokens, table)
         return x if scale == 1 else x.mul_(scale)
 
@@ -130,6 +134,14 @@ class Ops:
             return self.dequantize(products, steps, bias, x.dtype)
 
         return linear
+
+    def stored_multiplier(self, matrix: Quantised, bias: Tensor | None) -> Multiply | None:
+        """The same for a matrix as a checkpoint has it, which `quantize` rounds x for. None: it is not computed so, but dequantised."""
+        return None
+
+    def table(self, multiply: Multiply, dtype: torch.dtype) -> Table | None:
+        """The rows of W, from a `stored_multiplier`; they are of the type `dtype`. None: it does not give them."""
+        return None
 
     def per_head(self, matrices: Tensor) -> Multiply:
         """x `[T, Hq, in]` → `[T, Hq, out]`: each head has its own of the matrices `[Hq, out, in]`, which are of the type of x."""

@@ -5,12 +5,14 @@ Letters in shapes: T tokens, H hidden, Hq query heads, Hkv key/value heads, D he
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from baton.engine.model.checkpoint import LatentConfig, ModelConfig
 from baton.engine.model.ops import Ops
+from baton.engine.model.quantised.matrix import Matrix, plain, with_rows
 from baton.engine.model.rope import pairs
 from baton.engine.model.weights import Weights
 
@@ -27,15 +29,21 @@ class SelfAttention:
         c, d = config, config.head_dim
         self.config, self.ops = config, ops
 
-        def qkv(kind: str) -> list[Tensor]:
-            """Three tensors, the rows of q and k in pairs."""
-            if c.packed:
-                q, k, v = torch.split(weights.tensor(f"qkv_proj.{kind}"), [c.heads * d, c.kv_heads * d, c.kv_heads * d])
-            else:
-                q, k, v = (weights.tensor(f"{part}_proj.{kind}") for part in "qkv")
-            return [pairs(q, d), pairs(k, d), v]
+        def paired(rows: Tensor) -> Tensor:
+            return pairs(rows, d)
 
-        self.qkv = weights.matrix(qkv("weight"), qkv("bias") if c.qkv_bias else [])
+        def packed(rows: Tensor) -> Tensor:
+            q, k, v = torch.split(rows, [c.heads * d, c.kv_heads * d, c.kv_heads * d])
+            return torch.cat((paired(q), paired(k), v))
+
+        def qkv(kind: str) -> list[Matrix]:
+            """One tensor or three, the rows of q and k in pairs."""
+            if c.packed:
+                return [with_rows(weights.stored(f"qkv_proj.{kind}"), packed)]
+            q, k, v = (weights.stored(f"{part}_proj.{kind}") for part in "qkv")
+            return [with_rows(q, paired), with_rows(k, paired), v]
+
+        self.qkv = weights.matrix(qkv("weight"), [plain(bias) for bias in qkv("bias")] if c.qkv_bias else [])
         self.out = weights.linear("o_proj", bias=c.o_bias)
         self.qk_norm: Tensor | None = None  # [Hq + Hkv, D]
         if c.qk_norm:
@@ -70,21 +78,20 @@ class LatentAttention:
     def __init__(self, config: ModelConfig, latent: LatentConfig, weights: Weights, ops: Ops) -> None:
         c, self.latent, self.ops, self.count = config, latent, ops, config.heads
 
-        def paired(rows: Tensor, head: int) -> Tensor:
+        def paired(head: int, rows: Tensor) -> Tensor:
             """Puts the last rope_dim of each head's rows, which are rotated, in pairs if the file has them apart."""
             if latent.interleaved:
                 return rows
             kept, turned = torch.split(rows.view(-1, head, *rows.shape[1:]), [head - latent.rope_dim, latent.rope_dim], dim=1)
             return torch.cat((kept, pairs(turned.flatten(0, 1), latent.rope_dim).view_as(turned)), dim=1).flatten(0, 1)
 
-        def from_input(name: str) -> list[Tensor]:
-            return [paired(weights.tensor(name), c.head_dim)]
-
+        whole_head = partial(paired, c.head_dim)
         q_name = "q_b_proj" if latent.q_rank else "q_proj"
         self.q_down = weights.linear("q_a_proj", bias=c.qkv_bias) if latent.q_rank else None
         self.q_norm = weights.vector("q_a_layernorm") if latent.q_rank else None
-        self.q = weights.matrix([paired(weights.tensor(f"{q_name}.weight"), latent.nope_dim + latent.rope_dim)])
-        self.kv = weights.matrix(from_input("kv_a_proj_with_mqa.weight"), from_input("kv_a_proj_with_mqa.bias") if c.qkv_bias else [])
+        self.q = weights.matrix([with_rows(weights.stored(f"{q_name}.weight"), partial(paired, latent.nope_dim + latent.rope_dim))])
+        biases = [whole_head(weights.tensor("kv_a_proj_with_mqa.bias"))] if c.qkv_bias else []
+        self.kv = weights.matrix([with_rows(weights.stored("kv_a_proj_with_mqa.weight"), whole_head)], biases)
         self.kv_norm = weights.vector("kv_a_layernorm")  # [R]
         up = weights.tensor("kv_b_proj.weight").view(c.heads, -1, latent.rank)  # [Hq, nope_dim + value_dim, R]
         self.key_up = ops.per_head(weights.placed(up[:, : latent.nope_dim]).transpose(1, 2))  # W_uk [Hq, R, nope_dim]

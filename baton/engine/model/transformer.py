@@ -9,28 +9,32 @@ import torch
 from torch import Tensor
 
 from baton.engine.model.checkpoint import ModelConfig
+from baton.engine.model.linear import Linear
 from baton.engine.model.moe import Mixture, Mlp, activation
-from baton.engine.model.ops import Ops
+from baton.engine.model.ops import Ops, Table
 from baton.engine.model.projections import Attention, LatentAttention, SelfAttention
+from baton.engine.model.quantised.matrix import Matrix, plain
 from baton.engine.model.rope import frequencies
-from baton.engine.model.weights import ReadTensor, Weights
+from baton.engine.model.weights import ReadMatrix, Weights
 
 
 class Transformer:
     """Weights and the function they define."""
 
     def __init__(
-        self, config: ModelConfig, read: ReadTensor, dtype: torch.dtype, device: torch.device, ops: Ops, weight_dtype: str = "auto"
+        self, config: ModelConfig, read: ReadMatrix, dtype: torch.dtype, device: torch.device, ops: Ops, weight_dtype: str = "auto"
     ) -> None:
         """Reads every tensor of `expected_tensors(config)` once, and holds them as `dtype` on `device`; matrices as `weight_dtype`."""
         self.config = config
         self.ops = ops
         weights = Weights(read, dtype, device, weight_dtype, ops=ops)
-        self.embedding = weights.placed(weights.tensor("model.embed_tokens.weight"))  # [V, H]
+        self.dtype, self.device = dtype, device
+        table = weights.stored("model.embed_tokens.weight")  # [V, H]
         self.scale = torch.tensor(config.embedding_scale, dtype=dtype).item()  # rounded, as it was in training
         self.layers = [Layer(config, i, weights.under(f"model.layers.{i}"), ops) for i in range(config.layers)]
         self.norm = weights.vector("model.norm", config.norm_offset)  # [H]
-        self.head = weights.head(self.embedding if config.tied else weights.tensor("lm_head.weight"))
+        self.embedding, self.head = _ends(weights, table, None if config.tied else weights.stored("lm_head.weight"))
+        self.forms = weights.forms
         self.frequencies = {rope: frequencies(rope, config.rope_dim).to(device) for rope in dict.fromkeys(config.ropes)}  # [D / 2] each
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
@@ -58,6 +62,15 @@ class Transformer:
             if layer.post_norm2 is not None:
                 y = norm(y, None, layer.post_norm2, eps)
         return norm(x, y, self.norm, eps)
+
+
+def _ends(weights: Weights, table: Matrix, head: Matrix | None) -> tuple[Tensor | Table, Linear]:
+    """The embedding and the matrix that makes logits. None: they are one, and a quantised one is held once if `ops` can."""
+    made = weights.head(table if head is None else head) if head is not None or not isinstance(table, Tensor) else None
+    if head is None and made is not None and (rows := weights.ops.table(made.multiply, weights.dtype)):
+        return rows, made
+    placed = weights.placed(plain(table))
+    return placed, made or weights.head(placed)
 
 
 class Layer:

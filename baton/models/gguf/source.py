@@ -67,10 +67,19 @@ class GgufFile:
         """Of every tensor, `[out, in]`."""
         return {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
 
+    def kind(self, name: str) -> str:
+        """The type of a tensor, as `baton.engine.model.quantised.gguf` calls it."""
+        return str(self._tensors[name].tensor_type.name).lower()
+
     def stored(self, name: str) -> str:
         """The safetensors type that holds a tensor's numbers exactly."""
         kind = self._tensors[name].tensor_type
         return "F16" if kind == Kind.F16 else "F32"
+
+    def blocks(self, name: str, order: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.uint8]:
+        """The rows of a tensor of blocks as they are, `[out, bytes]`, those of `order` if that is given."""
+        raw = self._tensors[name].data
+        return np.ascontiguousarray(raw if order is None else raw[order])
 
     def pieces(self, name: str, order: npt.NDArray[np.int64] | None = None) -> Iterator[Floats]:
         """The rows of a tensor, those of `order` if that is given, in the type `stored`."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.cpu import decode_attention, draw, experts, int4, int8, kernel, panels, pointwise, span_attention
+from baton.engine.cpu import decode_attention, draw, experts, groups, int4, int8, kernel, panels, pointwise, span_attention
 from baton.engine.cpu.kernel import INT, REAL, ArgumentError, floats, int64s, numbers
 from baton.engine.cpu.tile import OUTS, WORDS
 
@@ -122,6 +122,16 @@ def tables(*parts: Tensor) -> Tensor:
     return torch.tensor([[part.data_ptr() for part in parts]])
 
 
+FOUR, EIGHT = torch.zeros(OUTS * WORDS, dtype=torch.int32), torch.zeros(OUTS * 32, dtype=torch.uint8)
+HALF, SINGLE = torch.zeros(OUTS, dtype=torch.float16), torch.zeros(OUTS)
+# Forms of W in groups: numbers, scales, shifts
+GROUPED: dict[str, tuple[Tensor, ...]] = {
+    "half4": (FOUR, HALF),
+    "half4_shifted": (FOUR, HALF, HALF),
+    "single4": (FOUR, SINGLE, SINGLE),
+    "half8": (EIGHT, HALF),
+    "single8": (EIGHT, SINGLE, SINGLE),
+}
 KERNELS: dict[str, Callable[..., None]] = {
     "add_rms_norm": pointwise.add_rms_norm,
     "gated": pointwise.gated,
@@ -141,6 +151,7 @@ KERNELS: dict[str, Callable[..., None]] = {
     "product": panels.product,
     "product_int8": int8.product_int8,
     "product_int4": int4.product_int4,
+    **{f"{what}_{form}": getattr(groups, f"{what}_{form}") for what in ("product", "take") for form in GROUPED},
     "product_each": experts.product_each,
     "product_int8_each": experts.product_int8_each,
     "product_int4_each": experts.product_int4_each,
@@ -179,6 +190,8 @@ GOOD: dict[str, tuple[Any, ...]] = {
         half(3, OUTS),
     ),
     "product_int4": (half(3, 32), torch.zeros(OUTS * WORDS, dtype=torch.int32), half(OUTS), torch.zeros(OUTS), half(3, OUTS)),
+    **{f"product_{form}": (half(3, 32), *given, torch.zeros(OUTS), 32, half(3, OUTS)) for form, given in GROUPED.items()},
+    **{f"take_{form}": (torch.arange(3), *given, 32, OUTS, 1.0, half(3, 32)) for form, given in GROUPED.items()},
     "product_each": (half(3, 8), torch.zeros(6, dtype=torch.int64), tables(half(OUTS * 8), torch.zeros(OUTS)), half(6, OUTS), 2),
     "product_int8_each": (
         half(3, 8), torch.zeros(6, dtype=torch.int64),
@@ -198,7 +211,7 @@ TENSORS = [(name, i) for name, given in GOOD.items() for i, value in enumerate(g
 def test_every_compiled_kernel_is_tested_here() -> None:
     made = {
         name.lstrip("_")
-        for module in (pointwise, int4, int8, decode_attention, span_attention, panels, draw, experts)
+        for module in (pointwise, groups, int4, int8, decode_attention, span_attention, panels, draw, experts)
         for name, value in vars(module).items()
         if getattr(value, "__code__", None) and value.__code__.co_filename.startswith("<call of")
     }

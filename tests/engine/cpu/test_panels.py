@@ -168,7 +168,7 @@ def greatest_products() -> str:
     ],
 )
 def test_a_family_of_processors_without_the_newest_instructions(family: str, given: str, kinds: tuple[int, ...], everything: bool) -> None:
-    """The same tests, and those of int4 and of attention, with the kernels compiled for it. int8 and int4 have the bits of this
+    """The same tests, and those of int4, groups and attention, with the kernels compiled for it. int8 and int4 have the bits of this
     processor's."""
     if torch.get_num_threads() > 1:
         pytest.skip("once is enough")
@@ -179,7 +179,7 @@ def test_a_family_of_processors_without_the_newest_instructions(family: str, giv
     env = {**os.environ, "NUMBA_CPU_NAME": family, "NUMBA_CPU_FEATURES": given}
     here = Path(__file__).parent
     attention = [f"{here / 'test_attention.py'}::{name}" for name in ATTENTION]
-    files = [__file__, str(here / "test_int4.py"), *attention] if everything else []
+    files = [__file__, str(here / "test_int4.py"), str(here / "test_groups.py"), *attention] if everything else []
     done = subprocess.run([sys.executable, "-c", FAMILY, __file__, *files], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.split()[:5] == [*map(str, kinds), "False", greatest_products()]

@@ -12,14 +12,19 @@ import numpy as np
 import pytest
 import quantised_folders
 import torch
-from quantised_folders import TOKENS, VARIANTS, write, write_dequantised
+from quantised_folders import TOKENS, VARIANTS, compressed, grouped, write, write_dequantised
 from safetensors.torch import load_file, save_file
 
 from baton.engine.choice import load_runner
+from baton.engine.cpu.panels import Product
+from baton.engine.cpu.tile import OUTS
 from baton.engine.facts.fields import CheckpointError
 from baton.engine.model.checkpoint import Checkpoint, expected_tensors
 from baton.engine.model.config_json import read_config
+from baton.engine.model.linear import AS_STORED, DEQUANTISED, PLAIN
+from baton.engine.model.moe import Mlp
 from baton.engine.model.naive import next_logits
+from baton.engine.model.transformer import Transformer
 from baton.engine.runner import ModelRunner
 from baton.models.make_small import make
 
@@ -86,6 +91,88 @@ def test_logits_are_those_of_the_dequantised_weights(plain: Path, tmp_path: Path
         next_logits(load_runner(ModelRunner, tmp_path / folder, compiled=False).model, [5, 17, 200, 3]) for folder in ("quantised", "float")
     )
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+AS_THEY_ARE = [v for v in VARIANTS if v != "gptq-ordered" and not v.startswith("fp8")]
+
+
+def loaded(folder: Path, **keys: Any) -> Transformer:
+    return load_runner(ModelRunner, folder, **keys).model
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_matrices_are_computed_as_they_are_stored_where_a_kernel_has_the_form(plain: Path, tmp_path: Path, variant: str) -> None:
+    """But for the rounding of activations, logits are those of the dequantised weights."""
+    write_dequantised(plain, tmp_path / "float", write(plain, tmp_path / "quantised", variant))
+    ours, expected = loaded(tmp_path / "quantised"), loaded(tmp_path / "float")
+    form = AS_STORED if variant in AS_THEY_ARE else DEQUANTISED
+    assert ours.forms == {form: 4, PLAIN: 1} and expected.forms == {PLAIN: 5}
+    found, wanted = (next_logits(model, [5, 17, 200, 3]) for model in (ours, expected))
+    error = (found - wanted).norm() / wanted.norm()
+    assert (1e-5 < error < 0.03) if form == AS_STORED else error < 1e-5
+
+
+def test_nothing_is_held_twice(plain: Path, tmp_path: Path) -> None:
+    """The packed numbers, scales, and biases of zeros; nothing of the file."""
+    write(plain, tmp_path, "gptq-asymmetric")
+    mlp = loaded(tmp_path).layers[0].mlp
+    assert isinstance(mlp, Mlp) and isinstance(mlp.down.multiply, Product)
+    down = mlp.down.multiply
+    held = sum(part.nbytes for part in down.matrix if isinstance(part, torch.Tensor))
+    rows, width = -(-down.outs // OUTS) * OUTS, down.width
+    assert held == rows * (width // 2 + width // 32 * 8 + 4)
+
+
+def test_quantised_matrices_are_converted_if_told_so(plain: Path, tmp_path: Path) -> None:
+    worth = write(plain, tmp_path / "quantised", "gptq")
+    write_dequantised(plain, tmp_path / "float", worth)
+    for weight_dtype in ("float", "int8", "int4"):
+        ours, expected = (loaded(tmp_path / folder, weight_dtype=weight_dtype) for folder in ("quantised", "float"))
+        assert ours.forms[DEQUANTISED] == 4
+        torch.testing.assert_close(next_logits(ours, [5, 17]), next_logits(expected, [5, 17]), rtol=1e-4, atol=1e-4)
+
+
+def test_streams_are_not_continued_where_matrices_have_another_form(made: Callable[[str], Path]) -> None:
+    folder = made("gptq")
+    one, other = (load_runner(ModelRunner, folder, weight_dtype=each).layout.model_fingerprint for each in ("auto", "float"))
+    assert one != other
+
+
+def test_parts_of_one_matrix_may_be_quantised_in_unlike_ways(plain: Path, tmp_path: Path) -> None:
+    """q has eight bits for each row, k groups of 32 with zero points, and v is not quantised: then all three are dequantised."""
+    worth = write(plain, tmp_path / "quantised", "w4a16")
+    w = load_file(plain / "model.safetensors")
+    groups = dict[str, Any]()
+    for name, make_, told in (
+        ("q_proj", quantised_folders.int_quantized, compressed("int-quantized", {})),
+        ("k_proj", partial(quantised_folders.pack_quantized, symmetric=False), compressed("pack-quantized", grouped(symmetric=False))),
+    ):
+        module = f"model.layers.0.self_attn.{name}"
+        parts, worth[f"{module}.weight"] = make_(w[f"{module}.weight"].double().numpy())
+        edit(tmp_path / "quantised", partial(without, module=module))
+        edit(tmp_path / "quantised", partial(dict.update, **{f"{module}.{part}": tensor for part, tensor in parts.items()}))
+        groups[name] = told["config_groups"]["group_0"] | {"targets": [f"re:.*{name}"], "format": told["format"]}
+    tell(tmp_path / "quantised", lambda q: q["config_groups"].update(groups))
+    check_parts(tmp_path, plain, worth, {AS_STORED: 4, PLAIN: 1})
+    v = "model.layers.0.self_attn.v_proj"
+    edit(tmp_path / "quantised", partial(without, module=v))
+    edit(tmp_path / "quantised", partial(dict.update, **{f"{v}.weight": w[f"{v}.weight"]}))
+    tell(tmp_path / "quantised", lambda q: q["ignore"].append("re:.*v_proj"))
+    del worth[f"{v}.weight"]
+    check_parts(tmp_path, plain, worth, {AS_STORED: 3, DEQUANTISED: 1, PLAIN: 1})
+
+
+def without(tensors: dict[str, Any], module: str) -> None:
+    for name in [name for name in tensors if name.startswith(f"{module}.")]:
+        del tensors[name]
+
+
+def check_parts(tmp_path: Path, plain: Path, worth: dict[str, Any], forms: dict[str, int]) -> None:
+    write_dequantised(plain, tmp_path / "float", worth)
+    ours, expected = loaded(tmp_path / "quantised"), loaded(tmp_path / "float")
+    assert ours.forms == forms
+    found, wanted = (next_logits(model, [5, 17, 200, 3]) for model in (ours, expected))
+    assert (found - wanted).norm() < 0.03 * wanted.norm()
 
 
 def test_a_module_that_is_ignored_is_read_plainly(plain: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from baton.engine.facts.fields import Fields
-from baton.engine.model.quantised.matrix import Quantised, centred, shifts_of, unpacked
+from baton.engine.model.quantised.matrix import Quantised, shifts_of, unpacked
 from baton.engine.model.quantised.scheme import FLOATS, INT32, ByPart, Part, Parts, Shape, whole_groups, whole_words
 
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # four bits of a word, counted from the lowest, that hold the first of its rows, the second, …
@@ -42,7 +42,7 @@ class Awq:
 
     def read(self, parts: Parts, shape: Shape) -> Quantised:
         scales = parts.finite("scales").t().contiguous()
-        shifts = shifts_of(_rows(parts.get("qzeros")), scales) if parts.has("qzeros") else None
+        shifts = shifts_of(_rows(parts.get("qzeros")), scales, 4) if parts.has("qzeros") else None
         return Quantised(4, self._group(shape[1]), _rows(parts.get("qweight")), scales, shifts)
 
     def _group(self, width: int) -> int:
@@ -50,5 +50,5 @@ class Awq:
 
 
 def _rows(words: Tensor) -> Tensor:
-    """int8 `[out, n]` of `[n, out / 8]`, -8 to 7."""
-    return centred(unpacked(words, 4).view(len(words), -1, 8)[:, :, PLACES].flatten(1), 4).t().contiguous()
+    """uint8 `[out, n]` of `[n, out / 8]`."""
+    return unpacked(words, 4).view(len(words), -1, 8)[:, :, PLACES].flatten(1).t().contiguous()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.engine.facts.fields import Fields
 from baton.engine.model.quantised.float8 import Float8, block_of
-from baton.engine.model.quantised.matrix import Quantised, centred, shifts_of, unpacked
+from baton.engine.model.quantised.matrix import Quantised, shifts_of, unpacked
 from baton.engine.model.quantised.scheme import FLOATS, INT8, INT32, INT64, Format, Part, Parts, Shape, whole_groups
 
 KNOWN = {
@@ -37,7 +37,9 @@ class Compressed:
         if any(_names(target, module) for target in self.ignored):
             return None
         named = [format_ for targets, format_ in self.groups if any(_names(target, module) for target in targets)]
-        return named[0] if named else next((format_ for targets, format_ in self.groups if "Linear" in targets), None)
+        if named or module.endswith("embed_tokens"):  # which is not of that class
+            return named[0] if named else None
+        return next((format_ for targets, format_ in self.groups if "Linear" in targets), None)
 
 
 def _names(target: str, module: str) -> bool:
@@ -153,15 +155,15 @@ class Ints:
             zeros = per_row if self.strategy != "tensor" else zeros
         return found if self.symmetric else found | {"weight_zero_point": zeros}
 
-    def read(self, parts: Parts, shape: Shape) -> Tensor | Quantised:
+    def read(self, parts: Parts, shape: Shape) -> Quantised:
         outs, width = shape
         scales = self._spread(parts.finite("weight_scale"), outs)
         if self.packed:
             if (told := tuple(parts.get("weight_shape").tolist())) != shape:
                 raise parts.error("weight_shape", f"says {list(told)}, config.json implies {list(shape)}")
-            numbers = centred(unpacked(parts.get("weight_packed"), self.bits)[:, :width], self.bits)
+            numbers = unpacked(parts.get("weight_packed"), self.bits)[:, :width]
         else:
-            numbers = parts.get("weight")
+            numbers = _unsigned(parts.get("weight"))
         return Quantised(self.bits, self.group or width, numbers, scales, self._shifts(parts, scales))
 
     def _shifts(self, parts: Parts, scales: Tensor) -> Tensor | None:
@@ -169,9 +171,14 @@ class Ints:
             return None
         zeros = parts.get("weight_zero_point")
         if zeros.dtype == torch.int32:
-            return shifts_of(centred(unpacked(zeros.t(), self.bits).t()[: len(scales)], self.bits), scales)
-        return shifts_of(self._spread(zeros, len(scales)), scales)
+            return shifts_of(unpacked(zeros.t(), self.bits).t()[: len(scales)], scales, self.bits)
+        return shifts_of(self._spread(zeros.to(torch.int16) + (1 << (self.bits - 1)), len(scales)), scales, self.bits)
 
     def _spread(self, numbers: Tensor, outs: int) -> Tensor:
         """`[out, groups]`."""
         return numbers.reshape(1, 1).expand(outs, 1) if self.strategy == "tensor" else numbers.view(outs, -1)
+
+
+def _unsigned(numbers: Tensor) -> Tensor:
+    """uint8 of int8: the least becomes 0."""
+    return numbers.view(torch.uint8).bitwise_xor(128)

@@ -6,6 +6,7 @@ from baton.engine.facts.fields import Fields
 from baton.engine.model.quantised.awq import read_awq
 from baton.engine.model.quantised.compressed import read_compressed
 from baton.engine.model.quantised.float8 import read_float8
+from baton.engine.model.quantised.gguf import read_gguf
 from baton.engine.model.quantised.gptq import read_gptq
 from baton.engine.model.quantised.scheme import Scheme
 
@@ -13,6 +14,7 @@ READERS: dict[str, Callable[[Fields], Scheme]] = {
     "awq": read_awq,
     "compressed-tensors": read_compressed,
     "fp8": read_float8,
+    "gguf": read_gguf,
     "gptq": read_gptq,
 }
 

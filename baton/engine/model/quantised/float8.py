@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from baton.engine.facts.fields import Fields
+from baton.engine.model.quantised.matrix import Worth
 from baton.engine.model.quantised.scheme import FLOAT8, FLOATS, Format, Part, Parts, Scheme, Shape
 
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -61,7 +61,7 @@ class Float8:
             **{name: Part(FLOATS, ((1,), ()), optional=True) for name in ("input_scale", "activation_scale")},
         }
 
-    def read(self, parts: Parts, shape: Shape) -> Tensor:
+    def read(self, parts: Parts, shape: Shape) -> Worth:
         scales = parts.finite(self.scale).float()
         if scales.dim() < 2:
             scales = scales.reshape(-1, 1)
@@ -70,4 +70,4 @@ class Float8:
         worth = parts.get("weight").to(torch.float32).mul_(scales)
         if not worth.isfinite().all():
             raise parts.error("weight", "has numbers that are not finite")
-        return worth
+        return Worth(worth)

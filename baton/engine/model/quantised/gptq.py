@@ -9,10 +9,9 @@ g_idx   [in]                  the group of each column, if columns were quantise
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from baton.engine.facts.fields import Fields
-from baton.engine.model.quantised.matrix import Quantised, centred, shifts_of, unpacked
+from baton.engine.model.quantised.matrix import Quantised, Worth, shifts_of, unpacked
 from baton.engine.model.quantised.scheme import FLOATS, INT32, ByPart, Part, Parts, Shape, whole_words
 
 
@@ -52,14 +51,14 @@ class Gptq:
             "g_idx": Part(INT32, ((width,),), optional=not self.ordered),
         }
 
-    def read(self, parts: Parts, shape: Shape) -> Tensor | Quantised:
-        group, middle = self._group(shape[1]), 1 << (self.bits - 1)
-        numbers = centred(unpacked(parts.get("qweight").t(), self.bits), self.bits)
+    def read(self, parts: Parts, shape: Shape) -> Quantised | Worth:
+        group, most = self._group(shape[1]), (1 << self.bits) - 1
+        numbers = unpacked(parts.get("qweight").t(), self.bits)
         scales = parts.finite("scales").t().contiguous()
         zeros = unpacked(parts.get("qzeros"), self.bits).t().to(torch.int16) + (0 if self.plain_zeros else 1)
-        if zeros.max() > 2 * middle - 1:
-            raise parts.error("qzeros", f"has a zero point of {2 * middle}, which tools read differently; save the model as gptq_v2")
-        found = Quantised(self.bits, group, numbers, scales, shifts_of(zeros - middle, scales))
+        if zeros.max() > most:
+            raise parts.error("qzeros", f"has a zero point of {most + 1}, which tools read differently; save the model as gptq_v2")
+        found = Quantised(self.bits, group, numbers, scales, shifts_of(zeros, scales, self.bits))
         if not parts.has("g_idx"):
             return found
         of_column = parts.get("g_idx").long()
@@ -67,8 +66,7 @@ class Gptq:
             return found
         if of_column.min() < 0 or of_column.max() >= scales.shape[1]:
             raise parts.error("g_idx", f"names group {int(of_column.max())} or less than 0; there are {scales.shape[1]}")
-        worth = numbers.float().mul_(scales.float()[:, of_column])
-        return worth if found.shifts is None else worth.add_(found.shifts[:, of_column])
+        return Worth((numbers.float() - zeros.float()[:, of_column]).mul_(scales.float()[:, of_column]))
 
     def _group(self, width: int) -> int:
         return width if self.group == -1 else self.group

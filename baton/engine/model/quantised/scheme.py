@@ -7,10 +7,10 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from baton.engine.facts.fields import CheckpointError, Fields
-from baton.engine.model.quantised.matrix import Quantised
+from baton.engine.model.quantised.matrix import Quantised, Worth
 
 FLOATS = frozenset({"F16", "BF16", "F32"})
-INT32, INT64, INT8, FLOAT8 = frozenset({"I32"}), frozenset({"I64"}), frozenset({"I8"}), frozenset({"F8_E4M3"})
+INT32, INT64, INT8, UINT8, FLOAT8 = (frozenset({name}) for name in ("I32", "I64", "I8", "U8", "F8_E4M3"))
 Shape = tuple[int, ...]
 
 
@@ -46,8 +46,8 @@ class Format(Protocol):
         the format cannot have."""
         ...
 
-    def read(self, parts: Parts, shape: Shape) -> Tensor | Quantised:
-        """A tensor is float32 `[out, in]`. Raises CheckpointError for parts that make no sense."""
+    def read(self, parts: Parts, shape: Shape) -> Quantised | Worth:
+        """Raises CheckpointError for parts that make no sense."""
         ...
 
 
