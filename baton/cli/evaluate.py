@@ -70,9 +70,9 @@ def divided(given: Flags) -> tuple[Flags, Flags]:
     return sides
 
 
-def configured(folder: Path, files: Sequence[Path], flags: Flags) -> Options:
+def configured(folder: Path, files: Sequence[Path] = (), flags: Flags | None = None) -> Options:
     """The options with which a worker would run the model here. Raises ConfigError, which names the key."""
-    return settled(configuration.load(files, flags=flags | {"model.path": str(folder)}).config)
+    return settled(configuration.load(files, flags=(flags or {}) | {"model.path": str(folder)}).config)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Fitting:

@@ -40,6 +40,7 @@ from baton.cli.options import (
     OnePrompt,
     OneRequest,
     Opening,
+    Quantising,
     Reading,
     Serving,
     Sizes,
@@ -178,6 +179,16 @@ def evaluate(asked: Evaluating) -> None:
     other one, as --against.engine.weight-dtype int4.
     """
     from baton.cli.evaluate import run  # the engine, which no other command needs
+
+    with _failing():
+        run(asked, out, err)
+
+
+@app.command()
+@takes(Quantising)
+def quantize(asked: Quantising) -> None:
+    """Round a model's matrices to 4 or 8 bits, in a format that others read, too: layer by layer, with text that shows what they meet."""
+    from baton.cli.quantize import run  # torch, which no other command needs
 
     with _failing():
         run(asked, out, err)

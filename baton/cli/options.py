@@ -3,7 +3,7 @@ its cluster is in `baton.access.options`."""
 
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -209,4 +209,22 @@ class Evaluating:
     continuations: Annotated[int, typer.Option(min=0, max=1000, help="Texts that are continued greedily; 0: none.")] = 8
     no_questions: Annotated[bool, typer.Option("--no-questions", help="Leave out the questions of facts and sums.")] = False
     within: Annotated[float, typer.Option(min=0, help="Seconds after which no further part begins.")] = 900.0
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantising:
+    """Arguments and options of `quantize`."""
+
+    model: Annotated[Path, typer.Argument(help="Folder of a model, or a GGUF file.", exists=True)]
+    out: Annotated[Path, typer.Argument(help="Folder that gets the result; it must not be there, or be empty.")]
+    method: Annotated[Literal["gptq", "awq", "int8", "smoothquant"], typer.Option(help="How weights are rounded.")]
+    calibration: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Text (.txt, or .jsonl with a field text), in place of made ones.")
+    ] = None
+    tokens: Annotated[int, typer.Option(min=16, max=1_000_000, help="Most tokens of calibration.")] = 8192
+    group: Annotated[
+        int | None, typer.Option(min=8, help="Columns with one scale, for gptq and awq; by default the most, up to 128, that fit.")
+    ] = None
+    no_quality: Annotated[bool, typer.Option("--no-quality", help="Do not compare the result with the original.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False
