@@ -27,10 +27,10 @@ from host_pool import on_host
 
 from baton.cli.up import SHIPPED
 from baton.engine.choice import load_runner
-from baton.engine.core.drafting import Ask, Drafter
+from baton.engine.core.drafting import Ask, Drafter, Tree
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.protocol import Chunk, Tokens, accepted
+from baton.engine.core.protocol import Chunk, Tokens, path
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence, State
@@ -44,7 +44,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "float32/int8": {"kv_dtype": "int8"},
     "bfloat16/int8": {"dtype": "bfloat16", "kv_dtype": "int8"},
 }
-MOST_GUESSES = 6
+MOST_GUESSES, BRANCHES = 6, 3
 TOPICS = (
     "a lighthouse keeper", "how bread rises", "the rules of chess", "why the sky is blue", "a river that lost its way", "planting an oak",
     "the history of the bicycle", "a letter to a friend abroad", "how a telescope works", "a recipe for lentil soup", "the habits of bees",
@@ -71,8 +71,9 @@ class Watched(ModelRunner):
         rows = iter(self._rows)
         for chunk, tokens in zip(batch, answers, strict=True):
             own = [next(rows) for _ in chunk.rows]
-            for count in range(len(accepted(chunk.drafts, tokens))):  # a row after a wrong guess is of another text
-                self.seen[chunk.seq.id, len(chunk.seq.tokens) + count] = own[count]
+            way = path(chunk, tokens)[1] if tokens else ()
+            for count, row in enumerate(way):  # one after a wrong guess is of another text
+                self.seen[chunk.seq.id, len(chunk.seq.tokens) + count] = own[row]
         return answers
 
 
@@ -91,14 +92,23 @@ class Stream:
 
 
 class Guesses(Drafter):
-    """Guesses of what some streams will say: right ones, wrong ones, and right ones up to a wrong one."""
+    """Guesses of what some streams will say: right ones, wrong ones, and right ones up to a wrong one. Of several that begin with different
+    tokens, any may be the right one."""
 
     def __init__(self, streams: list[Stream], seed: int = 0) -> None:
         self._known = {stream.id: stream.prompt + stream.output for stream in streams}
         self._rng = random.Random(seed)
 
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
-        return [self._guess(ask.seq, ask.most) for ask in asks]
+        return [self._tree(ask) for ask in asks]
+
+    def _tree(self, ask: Ask) -> Seq[int]:
+        guess = self._guess(ask.seq, ask.most)
+        if not guess or self._rng.random() < 0.3:
+            return guess
+        ways = [[guess[0] ^ flip, *guess[1:]] for flip in range(BRANCHES)]
+        self._rng.shuffle(ways)
+        return Tree.of(ways[0], ways[1:])
 
     def _guess(self, seq: Sequence, most: int) -> list[int]:
         count, at = self._rng.randrange(MOST_GUESSES + 1), len(seq.tokens)
@@ -119,7 +129,8 @@ class Bench:
         runner = Watched(self._runner.model, self._runner.layout, self._runner.device)
         block = runner.layout.block_size
         runner.attach(KvPool(runner.layout, (self._streams + 2) * -(-self._longest // block)))
-        return Engine(runner, Limits(self._streams, max(budget, self._streams)), self._longest, drafter=self.drafter, **options)
+        limits = Limits(self._streams, max(budget, self._streams), speculation_branches=BRANCHES)
+        return Engine(runner, limits, self._longest, drafter=self.drafter, **options)
 
 
 Served = list[tuple[Sequence, Engine]]

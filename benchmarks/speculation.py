@@ -10,6 +10,8 @@ and by processor time, which other processes on the machine disturb less.
 
 Texts: of `tale`, stories and recall (a list that the prompt has is repeated); of SmolLM2, code that is changed in one place, a quotation,
 and free text. Each at temperature 0 and 1, seeded. All arms must give the same tokens, or else the run fails.
+
+With `--branches 1 2 3` the methods that have second choices are arms with so many first tokens of a guess (`draft/2`).
 """
 
 import argparse
@@ -34,6 +36,7 @@ from baton.engine.core.engine import Engine
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.options import EngineOptions, Options
+from baton.engine.speculation import BRANCHING
 from baton.models.train import corpus, words
 from baton.models.train.dialogues import Message
 
@@ -95,6 +98,7 @@ class Cell:
     cpu: list[float] = field(default_factory=list)  # tokens per second of processor time
     itl_ms: list[float] = field(default_factory=list)  # mean time between two tokens of a stream
     longest_ms: list[float] = field(default_factory=list)  # P99 of the time between two steps
+    step_tokens: list[float] = field(default_factory=list)  # of a stream in one step
     guesses: dict[str, dict[int, list[int]]] = field(default_factory=dict)  # method → place → drafted, accepted
 
     def note(self, tokens: int, steps: list[float], cpu_s: float, batch: int) -> None:
@@ -102,6 +106,7 @@ class Cell:
         self.cpu.append(tokens / cpu_s)
         self.itl_ms.append(1000 * sum(steps) * batch / tokens)
         self.longest_ms.append(1000 * sorted(steps)[int(0.99 * (len(steps) - 1))])
+        self.step_tokens.append(tokens / batch / len(steps))
 
 
 def prompts_of(engine: Engine, encoder: Tokenizer, text: Callable[[int], str], temperature: float, batch: int, seed: int) -> list[Sequence]:
@@ -149,10 +154,12 @@ def run(model: str, path: Path, options: argparse.Namespace) -> list[dict[str, A
         return []
     most, arms = max(options.batch), dict[str, Engine]()
     methods = options.method or [name for name in get_args(EngineOptions.model_fields["speculation"].annotation) if name != NONE]
-    for method in (NONE, *methods):
+    branches = [(method, count) for method in (NONE, *methods) for count in (options.branches if method in BRANCHING else (1,))]
+    for method, count in branches:
         made = Options.of(
             path,
             speculation=method,
+            speculation_branches=count,
             predictions=False,
             threads=options.threads,
             kv_memory_mib=64 + (8 if model == "tale" else 32) * most,
@@ -162,7 +169,7 @@ def run(model: str, path: Path, options: argparse.Namespace) -> list[dict[str, A
             max_model_len=1024,
             products="baton",
         )
-        arms[method] = build(made).engine
+        arms[method if count == 1 else f"{method}/{count}"] = build(made).engine
     encoder, rows = Tokenizer.from_file(str(path / "tokenizer.json")), []
     for text, write in texts.items():
         for temperature in options.temperature:
@@ -185,7 +192,7 @@ def told(model: str, text: str, temperature: float, batch: int, arm: str, cells:
     cell, base = cells[arm], cells[NONE]
     return {
         "model": model, "text": text, "temperature": temperature, "batch": batch, "method": arm,
-        "tokens_s": cell.rates, "itl_ms": cell.itl_ms, "step_p99_ms": cell.longest_ms,
+        "tokens_s": cell.rates, "itl_ms": cell.itl_ms, "step_p99_ms": cell.longest_ms, "step_tokens": cell.step_tokens,
         "to_none": [a / b for a, b in zip(cell.rates, base.rates, strict=False)],
         "to_none_cpu": [a / b for a, b in zip(cell.cpu, base.cpu, strict=False)],
         "acceptance": {
@@ -202,6 +209,7 @@ def line(row: dict[str, Any]) -> str:
     drafted = sum(each[1] for places in row["acceptance"].values() for each in places)
     ratios = statistics.median(row["to_none"]), statistics.median(row["to_none_cpu"])
     told = f"{statistics.median(row['tokens_s']):7.0f} tokens/s, ITL {statistics.median(row['itl_ms']):6.2f} ms"
+    told += f", {statistics.mean(row['step_tokens']):.2f} a step"
     return f"{name} {told}, {ratios[0]:.2f}x (processor {ratios[1]:.2f}x), {accepted} of {drafted} accepted"
 
 
@@ -209,6 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smollm2", type=Path)
     parser.add_argument("--method", action="append", help="instead of all")
+    parser.add_argument("--branches", type=int, nargs="+", default=[1])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 32])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--rounds", type=int, default=5)

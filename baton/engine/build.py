@@ -22,7 +22,7 @@ from baton.engine.facts.fingerprint import check_sums, fingerprint, tokenizer_fi
 from baton.engine.facts.model_facts import context_length
 from baton.engine.machine import available_memory
 from baton.engine.options import Options
-from baton.engine.speculation import BESIDE, draft_kv, exact, make_drafter, pair
+from baton.engine.speculation import BESIDE, BRANCHING, draft_kv, exact, make_drafter, pair
 
 log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 256  # more would take longer and gain little
@@ -49,6 +49,11 @@ def check(options: Options) -> None:
         raise BuildError(f"engine.speculation: {options.engine.speculation} needs engine.device cpu")
     if options.engine.draft_model is not None and options.engine.speculation not in BESIDE:
         raise BuildError(f"engine.draft_model: needs engine.speculation {' or '.join(BESIDE)}")
+    branches, method = options.engine.speculation_branches, options.engine.speculation
+    if branches > 1 and (options.engine.kind != "baton" or options.engine.device != "cpu"):
+        raise BuildError(f"engine.speculation_branches: {branches} needs engine.kind baton and engine.device cpu")
+    if branches > 1 and method not in BRANCHING:
+        raise BuildError(f"engine.speculation_branches: {branches} needs engine.speculation {' or '.join(BRANCHING)}, not {method}")
     if options.direct and (options.engine.device == "cpu" or options.engine.kind == "vllm"):
         raise BuildError("kv.transport: cuda_ipc needs engine.device cuda and engine.kind baton")
     if options.describes and options.engine.kind != "baton":
@@ -194,6 +199,8 @@ def _drafter(options: Options, runner: Runner) -> Drafter | None:
         log.warning(
             "engine.speculation: this arithmetic has other last bits for several tokens in a step than for one, so a token may differ"
         )
+    if options.engine.speculation_branches > 1 and not exact(runner):
+        raise BuildError("engine.speculation_branches: this arithmetic has other last bits for several tokens in a step than for one")
     return make_drafter(options, runner)
 
 

@@ -10,17 +10,19 @@ target has filled does not count as full: nobody is shown one that has only one 
 it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from baton.engine.core.drafting import Ask, Drafter
+from baton.engine.core.drafting import Ask, Drafter, Tree
 from baton.engine.core.kvcache import DraftKv
 from baton.engine.core.protocol import Chunk, NothingToSample, Tokens
+from baton.engine.core.sampling import Sampled
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.step_costs import DraftCosts, Drafting
 from baton.engine.measure_steps import draft_costs
@@ -41,11 +43,14 @@ class DraftModel(Drafter):
     """A drafter, and a `Companion` of the runner for which it drafts. It remembers nothing of a sequence but its KV."""
 
     reads_hidden = False
+    other_tokens = 1
 
-    def __init__(self, runner: ModelRunner, bound: int) -> None:
-        """`runner` has the smaller model, and no pool. `bound`: tokens of a draft at most."""
+    def __init__(self, runner: ModelRunner, bound: int, others: int = 0) -> None:
+        """`runner` has the smaller model, and no pool. `bound`: tokens of a draft at most; `others`: so many other choices of its first
+        token are told."""
         self._runner = runner
         self.bound = bound
+        self._others = others
         self._steps: DraftSteps | None = None
         self._costs = DraftCosts()
         own = runner.layout
@@ -56,7 +61,7 @@ class DraftModel(Drafter):
         if self._runner.model.ops.records and self._runner.takes_steps:
             from baton.engine.draft_steps import DraftSteps
 
-            self._steps = DraftSteps(self._runner.model, self._runner.paged, self.bound)
+            self._steps = DraftSteps(self._runner.model, self._runner.paged, self.bound, self._others)
 
     def follow(self, batch: Seq[Chunk], hidden: Tensor | None, yields: Seq[Tokens]) -> None:
         """See `Companion`. Decodes wait: where nothing is drafted, a step must cost no more than without a draft."""
@@ -97,39 +102,49 @@ class DraftModel(Drafter):
         """The last guess of a draft has no KV: nothing followed it."""
         seq.drafted += min(accepted, drafted - 1)
 
-    def _greedy(self, asks: Seq[Ask]) -> list[list[int]]:
+    def _greedy(self, asks: Seq[Ask]) -> list[Seq[int]]:
         drafts: list[list[int]] = [[] for _ in asks]
+        others: list[list[int]] = []
         parts = {i: part(ask.seq, len(ask.seq.tokens), 1, self._runner.takes_steps) for i, ask in enumerate(asks)}
         while parts:
-            for i, tokens in zip(parts, self._greatest([*parts.values()], min(asks[i].most - len(drafts[i]) for i in parts)), strict=True):
+            found, more = self._greatest([*parts.values()], min(asks[i].most - len(drafts[i]) for i in parts))
+            others = others or more
+            for i, tokens in zip(parts, found, strict=True):
                 drafts[i] += tokens
             parts = {i: self._after(asks[i].seq, drafts[i]) for i in parts if self._goes_on(asks[i], drafts[i])}
-        return [list(takewhile(lambda token: token >= 0, draft)) for draft in drafts]
+        return trees(asks, [list(takewhile(lambda token: token >= 0, draft)) for draft in drafts], others)
 
-    def _greatest(self, parts: Seq[Part], steps: int) -> list[list[int]]:
-        """The likeliest token after each part, or what follows that, too: up to `steps`."""
+    def _greatest(self, parts: Seq[Part], steps: int) -> tuple[list[list[int]], list[list[int]]]:
+        """The likeliest token after each part, or what follows that, too: up to `steps`. And the next likeliest after each part."""
         spans, tokens = [part.span for part in parts], [part.tokens for part in parts]
         chained = self._steps.guesses(spans, tokens, steps) if self._steps and all(span.steps for span in spans) else None
         if chained is not None:
             return chained
         logits, best = self._last(parts)
-        return [[token] for token in (greatest(logits).tolist() if best is None else best)]
+        others: list[list[int]] = logits.topk(1 + self._others).indices[:, 1:].tolist() if self._others else []
+        return [[token] for token in (greatest(logits).tolist() if best is None else best)], others
 
-    def _drawn(self, asks: Seq[Ask]) -> list[list[int]]:
+    def _drawn(self, asks: Seq[Ask]) -> list[Seq[int]]:
         drafts: list[list[int]] = [[] for _ in asks]
+        others: list[list[int]] = []
         seqs = [imagined(ask.seq) for ask in asks]
         parts = {i: part(ask.seq, len(ask.seq.tokens), 1, self._runner.takes_steps) for i, ask in enumerate(asks)}
         while parts:
             logits, best = self._last([*parts.values()])
             try:
-                said = sample(logits, [seqs[i] for i in parts], self._runner.eos_token_ids, best, self._runner.model.ops.draw)
+                said = self._say(logits, [seqs[i] for i in parts], best)
             except NothingToSample:
                 break
+            if self._others and not others and any(ask.others for ask in asks):
+                others = other_choices(logits, said, self._others, lambda left: self._say(left, seqs))
             for i, token in zip(parts, said, strict=True):
                 drafts[i].append(token.token)
                 seqs[i].tokens.append(token.token)
             parts = {i: self._after(asks[i].seq, drafts[i]) for i in parts if self._goes_on(asks[i], drafts[i])}
-        return drafts
+        return trees(asks, drafts, others)
+
+    def _say(self, logits: Tensor, seqs: Seq[Sequence], best: list[int] | None = None) -> list[Sampled]:
+        return sample(logits, seqs, self._runner.eos_token_ids, best, self._runner.model.ops.draw)
 
     def _last(self, parts: Seq[Part]) -> tuple[Tensor, list[int] | None]:
         """The logits after each part, and the likeliest token if it is known."""
@@ -151,6 +166,30 @@ def imagined(seq: Sequence) -> Sequence:
     """A copy that guesses may be added to."""
     params = seq.params if seq.params.logprobs is None else replace(seq.params, logprobs=None)
     return Sequence(seq.id, [*seq.tokens], seq.prompt_len, params, seq.root, matcher=seq.matcher, guessed=True)
+
+
+def trees(asks: Seq[Ask], drafts: Seq[list[int]], others: Seq[list[int]]) -> list[Seq[int]]:
+    """The drafts, with other choices of the first token of each, where they are of use and known."""
+    made: list[Seq[int]] = [*drafts]
+    for i, more in enumerate(others):
+        if asks[i].others:
+            made[i] = Tree.of(drafts[i], ([token] for token in more))
+    return made
+
+
+def other_choices(logits: Tensor, said: Seq[Sampled], most: int, say: Callable[[Tensor], Seq[Sampled]]) -> list[list[int]]:
+    """What each row would say with the same noise if what it has said were forbidden, and so on, up to `most` times."""
+    logits, found = logits.clone(), list[list[int]]([[] for _ in said])
+    for _ in range(most):
+        for row, token in enumerate(said):
+            logits[row, token.token] = -torch.inf
+        try:
+            said = say(logits)
+        except NothingToSample:
+            break
+        for each, token in zip(found, said, strict=True):
+            each.append(token.token)
+    return found
 
 
 def part(seq: Sequence, end: int, wants: int, steps: bool = False) -> Part:

@@ -19,30 +19,33 @@ class DraftSteps:
     """Each step is recorded for each number of sequences, as `DecodeSteps` are, the first one for each number of tokens that wait, and the
     others for each place in the chain. A chain is made of what is recorded, and computes nothing when it is made."""
 
-    def __init__(self, model: Transformer, paged: PagedKv, most: int) -> None:
-        """`most`: steps at most."""
+    def __init__(self, model: Transformer, paged: PagedKv, most: int, others: int = 0) -> None:
+        """`most`: steps at most; `others`: so many tokens that are less likely are told, too, for the first step."""
         self._model, self._paged, self._most = model, paged, most
-        each = 2 + -(-model.config.max_positions // paged.block_size)
+        each = 3 + -(-model.config.max_positions // paged.block_size)
         self._index = np.zeros((most, ROWS * each), np.int64)  # of each step: see `Decodes.index`
         self._tokens = np.zeros((most + 1, ROWS), np.int64)  # of each step; the last are what the last one finds
+        self._others = np.zeros((ROWS, others), np.int64)
         self._recordings: dict[tuple[int, int, int], Recording[None]] = {}  # sequences, place, tokens that wait
         self._chains: dict[tuple[int, int, int], Repeated] = {}  # sequences, steps, tokens that wait
         self._arena = Arena()
         self._possible = True
 
-    def guesses(self, spans: Seq[Span], tokens: Seq[Seq[int]], steps: int) -> list[list[int]] | None:
-        """`steps` tokens after each of `tokens`, each list of which is a span's and waits for the first step. -1 stands where logits are
-        not finite, and from there on. A single sequence may have several tokens that wait. None: compute them step by step."""
+    def guesses(self, spans: Seq[Span], tokens: Seq[Seq[int]], steps: int) -> tuple[list[list[int]], list[list[int]]] | None:
+        """`steps` tokens after each of `tokens`, each list of which is a span's and waits for the first step; and other choices of the
+        first of them. -1 stands where logits are not finite, and from there on. A single sequence may have several tokens that wait. None:
+        compute them step by step."""
         size, first = len(spans), len(tokens[0])
         if not self._possible or size > ROWS or steps > self._most or max(map(len, tokens)) > (1 if size > 1 else ROWS):
             return None
         whole = np.frombuffer(plan_decodes([span._replace(n=first - 1 + steps) for span in spans], self._paged), np.int64)
         count = size * (first - 1 + steps)
-        positions, bases, tables = np.split(whole, [count, 2 * count])
-        positions = positions.reshape(size, -1)
-        self._fill(0, positions[:, :first].ravel(), np.repeat(bases[:: first - 1 + steps], first), tables)
+        positions, bases, _, tables = np.split(whole, [count, 2 * count, 3 * count])
+        positions, alone = positions.reshape(size, -1), np.full(size, -1)
+        before = np.arange(first) - 1 if size == 1 else alone
+        self._fill(0, positions[:, :first].ravel(), np.repeat(bases[:: first - 1 + steps], first), before, tables)
         for step in range(1, steps):
-            self._fill(step, positions[:, first - 1 + step], bases[:: first - 1 + steps], tables)
+            self._fill(step, positions[:, first - 1 + step], bases[:: first - 1 + steps], alone, tables)
         self._tokens[0, : size * first] = list(chain.from_iterable(tokens))
         if (repeated := self._chains.get((size, steps, first))) is not None:
             repeated()
@@ -53,7 +56,7 @@ class DraftSteps:
                 self._possible = False
                 return None
         found: list[list[int]] = self._tokens[1 : steps + 1, :size].T.tolist()
-        return found
+        return found, self._others[:size].tolist() if self._others.size else []
 
     def _fill(self, step: int, *parts: Ints) -> None:
         np.concatenate(parts, out=self._index[step, : sum(map(len, parts))])
@@ -75,10 +78,13 @@ class DraftSteps:
         """What a step finds is where the next one reads it."""
         layers, count = self._model.config.attention, size * first
         index, tokens = torch.from_numpy(self._index[place]), torch.from_numpy(self._tokens)
+        others = torch.from_numpy(self._others[:size])
         meta = Meta(index[:count], Decodes(count, index, keys), layers, index[:0], ((),) * len(layers), self._paged.scratch(0))
 
         def step() -> None:
             logits = self._model.forward(tokens[place, :count], index[:count], PagedAttention(self._paged, meta), None)
             pointwise.greatest(logits[first - 1 :], tokens[place + 1, :size])
+            if place == 0 and others.numel():
+                pointwise.next_greatest(logits[first - 1 :], others)
 
         return Recording(step, self._arena)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.kvcache import DraftKv, KvLayout
-from baton.engine.core.protocol import Chunk, NothingToSample, Tokens, accepted
+from baton.engine.core.protocol import Chunk, NothingToSample, Tokens, path
+from baton.engine.core.sampling import Sampled
 from baton.engine.core.sequence import Sequence, State
 from baton.engine.core.step_costs import DraftCosts, Drafting
-from baton.engine.draft_model import imagined
+from baton.engine.draft_model import imagined, other_choices, trees
 from baton.engine.facts.fields import Fields
 from baton.engine.facts.fingerprint import fingerprint
 from baton.engine.measure_steps import draft_costs
@@ -54,10 +56,13 @@ class HeadDrafter(Drafter):
     """A drafter, and a `Companion` of the runner whose model has the head."""
 
     reads_hidden = True
+    other_tokens = 1
 
-    def __init__(self, head: Head, fingerprint: str, layout: KvLayout, eos: frozenset[int], bound: int) -> None:
-        """`fingerprint`: of the head's folder. `layout`: the model's. `bound`: tokens of a draft at most."""
+    def __init__(self, head: Head, fingerprint: str, layout: KvLayout, eos: frozenset[int], bound: int, others: int = 0) -> None:
+        """`fingerprint`: of the head's folder. `layout`: the model's. `bound`: tokens of a draft at most; `others`: so many other choices
+        of its first token are told."""
         self._head, self._eos = head, eos
+        self._others = others
         self.bound = bound
         sizes = layout.num_kv_heads, layout.head_dim, layout.parts, layout.value_dim
         self.kv = DraftKv(f"head-{fingerprint}", layout.dtype, 1, *sizes)
@@ -69,10 +74,10 @@ class HeadDrafter(Drafter):
         self._next = 0  # number
 
     @classmethod
-    def load(cls, runner: ModelRunner, path: Path, folder: Path, weight_dtype: str, bound: int) -> Self:
-        """The head in `folder` of the model in `path`, which `runner` has; both may be one folder. Raises CheckpointError."""
+    def load(cls, runner: ModelRunner, model: Path, folder: Path, weight_dtype: str, bound: int, others: int = 0) -> Self:
+        """The head in `folder` of the model in `model`, which `runner` has; both may be one folder. Raises CheckpointError."""
         inner, scheme = None, runner.model.config.scheme
-        if folder.resolve() != path.resolve():
+        if folder.resolve() != model.resolve():
             fields = Fields.read(folder / "config.json")
             if fields.get("architectures") != [ALONE]:
                 raise fields.error("architectures", f"must be {[ALONE]}: a folder that holds a head and nothing else")
@@ -80,7 +85,7 @@ class HeadDrafter(Drafter):
         config = replace(with_head(runner.model.config, inner), scheme=scheme)
         checkpoint = Checkpoint(folder, config, head=True)
         head = Head(runner.model, config, checkpoint.matrix, checkpoint.__contains__, weight_dtype)
-        return cls(head, fingerprint(folder), runner.layout, runner.eos_token_ids, bound)
+        return cls(head, fingerprint(folder), runner.layout, runner.eos_token_ids, bound, others)
 
     @property
     def remembered(self) -> int:
@@ -110,6 +115,7 @@ class HeadDrafter(Drafter):
         self._unasked = 0
         self._catch_up([ask.seq for ask in asks])
         drafts: list[list[int]] = [[] for _ in asks]
+        others: list[list[int]] = []
         seqs = [imagined(ask.seq) for ask in asks]
         going = [i for i, ask in enumerate(asks) if len(ask.seq.tokens) - ask.seq.drafted <= self._few]
         waiting = [max(1, len(asks[i].seq.tokens) - asks[i].seq.drafted) for i in going]
@@ -120,15 +126,18 @@ class HeadDrafter(Drafter):
         while going and hidden is not None:
             hidden, logits = self._step([seqs[i].tokens for i in going], [asks[i].seq.blocks for i in going], waiting, hidden)
             try:
-                said = sample(logits, [seqs[i] for i in going], self._eos, None, self._head.ops.draw)
+                said = self._say(logits, [seqs[i] for i in going])
             except NothingToSample:
                 break
+            if self._others and not others and any(ask.others for ask in asks):
+                found = other_choices(logits, said, self._others, partial(self._say, seqs=[seqs[i] for i in going]))
+                others = [found[going.index(i)] if i in going else [] for i in range(len(asks))]
             for i, token in zip(going, said, strict=True):
                 drafts[i].append(token.token)
                 seqs[i].tokens.append(token.token)
             left = [k for k, i in enumerate(going) if len(drafts[i]) < asks[i].most and not self._ends(seqs[i])]
             going, hidden, waiting = [going[k] for k in left], hidden[left], [1] * len(left)
-        return list(drafts)
+        return trees(asks, drafts, others)
 
     def forget(self, seq: Sequence) -> None:
         self._numbers.pop(seq, None)
@@ -140,6 +149,9 @@ class HeadDrafter(Drafter):
         """Measures what it takes for up to `most` sequences."""
         self._costs = draft_costs(self, most, self._block_size)
         return self._costs
+
+    def _say(self, logits: Tensor, seqs: Seq[Sequence]) -> list[Sampled]:
+        return sample(logits, seqs, self._eos, None, self._head.ops.draw)
 
     def _ends(self, seq: Sequence) -> bool:
         """Whether its last token says that nothing follows."""
@@ -197,11 +209,10 @@ class HeadDrafter(Drafter):
         else:
             taken, seqs, positions = list[int](), list[Sequence](), list[int]()
             for chunk, row, said in zip(batch, rows, yields, strict=True):
-                known = chunk.n + max(0, len(accepted(chunk.drafts, said)) - 1)
-                own = range(chunk.n - 1, known)
-                taken += [row + i for i in own]
-                positions += [chunk.seq.computed + i for i in own]
-                seqs += [chunk.seq] * len(own)
+                way = (path(chunk, said)[1] if said else ()) or (0,)
+                taken += [row + chunk.n - 1 + i for i in way]
+                positions += range(chunk.seq.computed + chunk.n - 1, chunk.seq.computed + chunk.n - 1 + len(way))
+                seqs += [chunk.seq] * len(way)
             kept = hidden[self._tensor(taken)]
         numbers = [self._numbers.get(seq) or self._number(seq) for seq in seqs]
         self._kept.append(Kept(kept, numbers, positions))

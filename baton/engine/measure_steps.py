@@ -63,6 +63,16 @@ def draft_costs(drafter: Drafter, most: int, block_size: int) -> DraftCosts:
     return costs
 
 
+def copy_seconds(runner: Runner) -> float:
+    """Seconds of `runner.copy`. No record refers to what it leaves in the pool's first blocks."""
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            runner.copy(0, min(1, runner.pool.num_blocks - 1))
+
+    return measured(run, 2).at(1)
+
+
 def measured(run: Callable[[int], None], most: int, clock: Callable[[], float] = time.thread_time) -> Line:
     """`run(count)` for some counts up to `most`, in seconds. What computes here is measured by the thread's own time, of which other
     processes take nothing."""

@@ -206,6 +206,14 @@ class EngineOptions(Section):
     speculation_tokens: int = option(
         8, "Maximum number of guesses for a sequence in one step; fewer where they were wrong.", "baton.engine.speculation", ge=1, le=64
     )
+    speculation_branches: int = option(
+        1,
+        "Guesses of a sequence in one step that begin with different tokens: the method's first choice, its second, and so on. They share"
+        " speculation_tokens, and one is verified where what was measured says that it pays. 1: the first choice alone.",
+        "baton.engine.speculation",
+        ge=1,
+        le=4,
+    )
     speculation_batch_tokens: int | None = by_device(
         "Guesses fill a step up to so many tokens; one that has them without guesses gets none. auto: 64.",
         "baton.engine.core.scheduler",

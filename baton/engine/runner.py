@@ -48,7 +48,7 @@ def ignore_progress(done: int, total: int) -> None:
 
 
 class Part(NamedTuple):
-    """A span with its tokens `[n]`, and of how many of them, the last ones, the logits are wanted."""
+    """A span with its tokens `[span.tokens]`, and of how many of them, the last ones, the logits are wanted."""
 
     span: Span
     tokens: Seq[int]
@@ -216,7 +216,7 @@ class ModelRunner:
         return self.logits_of([part for chunk in batch for part in parts_of(chunk, self.takes_steps)])
 
     def logits_of(self, parts: Seq[Part]) -> Computed:
-        if self._steps is not None and all(part.span.steps and part.wants == part.span.n for part in parts):
+        if self._steps is not None and all(part.span.steps and part.wants == len(part.tokens) for part in parts):
             tokens = list(chain.from_iterable(part.tokens for part in parts))
             if (found := self._steps.logits([part.span for part in parts], tokens)) is not None:
                 return Computed(*found)
@@ -263,13 +263,17 @@ def _scores(logits: Tensor, batch: Seq[Chunk]) -> tuple[Tensor, list[Tokens]]:
 def rows_of(chunk: Chunk) -> list[Sequence]:
     """`Chunk.rows`, or for rows of which the greatest logit is the answer, whatever was said before, the sequence itself."""
     plain = chunk.drafts and chunk.seq.matcher is None and takes_greatest(chunk.seq.params)
-    return [chunk.seq] * (1 + len(chunk.drafts)) if plain else chunk.rows
+    return [chunk.seq] * (1 + chunk.guesses) if plain else chunk.rows
 
 
 def parts_of(chunk: Chunk, exact: bool) -> list[Part]:
     """A chunk's part of the prompt, and its part of the output with the guesses, which is computed as steps: so what is computed again, or
-    in one step with what follows, has the bits that it had. Without `exact`, one part."""
-    seq, start, end = chunk.seq, chunk.seq.computed, chunk.seq.computed + chunk.positions
+    in one step with what follows, has the bits that it had. Without `exact`, one part, and there can be no branches."""
+    seq, start, end = chunk.seq, chunk.seq.computed, chunk.seq.computed + chunk.n + len(chunk.drafts)
+    if chunk.branches:
+        assert exact, "branches are steps"
+        branches = tuple(Span(start + 1, len(branch.drafts), branch.blocks, steps=True) for branch in chunk.branches)
+        return [Part(Span(start, end - start, seq.blocks, True, branches), chunk.tokens, chunk.positions)]
     cut = min(max(start, seq.prompt_len), end) if exact else end
     spans = (Span(start, cut - start, seq.blocks), Span(cut, end - cut, seq.blocks, steps=True))
     sampled = start + chunk.n - 1 if chunk.samples else end

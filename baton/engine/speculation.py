@@ -15,10 +15,11 @@ from baton.engine.core.speculation import PREDICTION
 from baton.engine.core.step_costs import ASSUMED
 from baton.engine.core.toy import ToyRunner
 from baton.engine.facts.fingerprint import check_sums, tokenizer_fingerprint
-from baton.engine.measure_steps import step_line
+from baton.engine.measure_steps import copy_seconds, step_line
 from baton.engine.options import Options
 
 log = logging.getLogger(__name__)
+BRANCHING = ("prompt_lookup", "draft", "heads")  # methods that know more than one way to go on
 BESIDE = {"draft": "-draft", "heads": "-head"}  # method → after the name of a model's folder: the folder of a draft that nobody names
 
 
@@ -63,7 +64,9 @@ def _pair_head(runner: Any, options: Options, folder: Path) -> None:
 
     try:
         check_sums(folder)
-        drafter = HeadDrafter.load(runner, options.path, folder, options.engine.draft_dtype, options.engine.speculation_tokens)
+        engine = options.engine
+        others = engine.speculation_branches - 1
+        drafter = HeadDrafter.load(runner, options.path, folder, engine.draft_dtype, engine.speculation_tokens, others)
     except (ValueError, OSError) as error:
         raise ValueError(f"engine.draft_model: {error}") from None
     runner.pair(drafter)
@@ -88,7 +91,7 @@ def _pair_draft(runner: Any, options: Options, folder: Path) -> None:
         draft = load(ModelRunner, options.but(path=str(folder), weight_dtype=engine.draft_dtype, kv_dtype="auto"))
     except (ValueError, OSError) as error:
         raise ValueError(f"engine.draft_model: {error}") from None
-    runner.pair(DraftModel(draft, engine.speculation_tokens))
+    runner.pair(DraftModel(draft, engine.speculation_tokens, engine.speculation_branches - 1))
 
 
 def exact(runner: Runner) -> bool:
@@ -101,11 +104,12 @@ def make_drafter(options: Options, runner: Runner) -> Drafter | None:
     predict alone, nobody waits for that."""
     engine, methods = options.engine, dict[str, Drafter]()
     most, bound, said = engine.limits.max_num_seqs, engine.speculation_tokens, dict[str, Any]()
+    others = engine.speculation_branches - 1
     if engine.predictions and exact(runner):
         methods[PREDICTION] = Prediction()
     match engine.speculation:
         case "prompt_lookup":
-            methods["prompt_lookup"] = PromptLookup()
+            methods["prompt_lookup"] = PromptLookup(others)
         case "lookahead":
             methods["lookahead"] = Lookahead()
         case "draft" | "heads":
@@ -119,9 +123,13 @@ def make_drafter(options: Options, runner: Runner) -> Drafter | None:
             said["draft"], said["drafts"] = costs.one.points, costs.several.points
     if not methods:
         return None
-    step = ASSUMED if engine.speculation == "none" or isinstance(runner, ToyRunner) else step_line(runner, most, bound)
+    step, branch_s = ASSUMED, 0.0
+    if engine.speculation != "none" and not isinstance(runner, ToyRunner):
+        step = step_line(runner, most, bound)
+        if others:
+            said["branch"] = branch_s = copy_seconds(runner)
     log.info("how many guesses a step gets follows from: %s", json.dumps({"step": step.points, **said}))
-    return Chosen({name: Paced(method, bound, step) for name, method in methods.items()}, engine.speculation, bound)
+    return Chosen({name: Paced(method, bound, step, others, branch_s) for name, method in methods.items()}, engine.speculation, bound)
 
 
 def _config(folder: Path) -> Any:

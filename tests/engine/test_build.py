@@ -262,6 +262,7 @@ def test_impossible_options_are_refused_by_name(change: dict[str, Any], key: str
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
         ({"max_queue": 0}, "max_queue"),
         ({"speculation_batch_tokens": 0}, "speculation_batch_tokens"),
+        ({"speculation_branches": 0}, "speculation_branches"),
         ({"reserve_growth": -0.1}, "reserve_growth"),
         ({"reserve_growth": 1.1}, "reserve_growth"),
         ({"batch_wait_s": -1.0}, "batch_wait_s"),

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from baton.cli.up import SHIPPED
 from baton.engine.build import BuildError, build, pool_bytes
 from baton.engine.choice import load_runner
 from baton.engine.core.block_key import root_key
-from baton.engine.core.drafting import Ask
+from baton.engine.core.drafting import Ask, Drafter, Tree
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.protocol import Chunk
@@ -191,24 +192,37 @@ def counting(run: Any, into: Sometimes) -> Any:
 
 @pytest.mark.parametrize(("dtype", "rounded"), [("bfloat16", "auto"), ("float32", "int8"), ("float32", "int4")])
 def test_the_output_is_the_same_in_every_precision(dtype: str, rounded: str) -> None:
-    """Also where model and draft are rounded; float32 is in `core/test_drafters`."""
+    """Also where model and draft are rounded, as chains and with branches; float32 is in `core/test_drafters`."""
     target, small = (
         load_runner(ModelRunner, folder, products="baton", block_size=BLOCK, dtype=dtype, weight_dtype=rounded)
         for folder in (SHIPPED, DRAFT)
     )
     said = []
-    for drafter in (None, DraftModel(small, MOST)):
+    for drafter in (None, DraftModel(small, MOST), DraftModel(small, 2, 2)):
         runner = ModelRunner(target.model, target.layout, target.device)
         if drafter is not None:
             runner.pair(drafter)
         runner.attach(KvPool(runner.layout, 40))
-        engine = Engine(runner, Limits(max_num_seqs=4), 160, drafter=drafter)
+        engine = Engine(runner, Limits(max_num_seqs=4, speculation_branches=3), 160, drafter=Sparing(drafter) if drafter else None)
         seqs = [sequence(f"s{i}", prompt(9 + i), temperature=i % 2 * 0.8, seed=i, max_tokens=60, logprobs=1) for i in range(4)]
         for seq in seqs:
             engine.add(seq)
         sampled = [output.sampled for output in drained(engine)]
         said.append(([seq.tokens for seq in seqs], sorted(map(repr, sampled))))
-    assert said[0] == said[1] and engine.counts.accepted_tokens > 60
+        if drafter is not None:
+            assert said[0] == said[-1] and engine.counts.accepted_tokens > 60
+    assert engine.counts.guesses["other", 1].drafted > engine.counts.guesses["other", 2].drafted, "branches have one token"
+
+
+class Sparing(Drafter):
+    """Asks for fewer guesses than there may be: there is room for branches."""
+
+    def __init__(self, drafter: DraftModel) -> None:
+        self._drafter = drafter
+        self.observe = drafter.observe  # type: ignore[method-assign]
+
+    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        return self._drafter.propose([replace(ask, most=min(ask.most, self._drafter.bound), others=True) for ask in asks])
 
 
 def drained(engine: Engine) -> Iterator[Output]:
@@ -244,6 +258,22 @@ def test_several_steps_in_one_call_guess_what_single_steps_guess() -> None:
         assert len(made._recordings) == len(places) + len(waiting) - 1 or not chained, "each step is recorded once"
         counted.append((said, engine.counts))
     assert counted[0] == counted[1] and counted[0][1].accepted_tokens > 100
+
+
+def test_other_choices_are_the_next_likeliest_however_steps_are_computed() -> None:
+    """Recorded with the first step, from the logits of one step, and as what is drawn if what was drawn is forbidden."""
+    told = []
+    for ways in ("recorded", "single", "drawn"):
+        make(drafter := DraftModel(fresh(DRAFT), MOST, 3))
+        drafter._steps = drafter._steps if ways == "recorded" else None
+        seqs = [sequence(f"s{i}", prompt(5 + i), min_tokens=int(ways == "drawn")) for i in range(3)]
+        for i, seq in enumerate(seqs):
+            seq.blocks, seq.drafted = [2 * i, 2 * i + 1], 0
+        for asked in (seqs, seqs[:1]):
+            trees = drafter.propose([Ask(seq, 2, True) for seq in asked])
+            assert all(isinstance(tree, Tree) and len({tree[0], *(other[0] for other in tree.others)}) == 4 for tree in trees)
+            told.append([(tuple(tree), tree.others) for tree in trees if isinstance(tree, Tree)])
+    assert told[:2] == told[2:4] == told[4:]
 
 
 def test_a_fork_goes_on_with_both() -> None:
@@ -307,6 +337,11 @@ def test_the_draft_beside_the_model_is_taken_and_has_its_part_of_the_pool(pair: 
         ({"draft_model": "nowhere"}, "engine.draft_model: .*nowhere"),
         ({"speculation": "none", "draft_model": "m-draft"}, "engine.draft_model: needs engine.speculation draft"),
         ({"device": "cuda"}, "engine.speculation: draft needs engine.device cpu"),
+        ({"device": "cuda", "speculation": "prompt_lookup", "speculation_branches": 2}, "engine.speculation_branches: .*engine.device cpu"),
+        ({"kind": "vllm", "speculation": "prompt_lookup", "speculation_branches": 2}, "engine.speculation_branches: .*engine.kind baton"),
+        ({"speculation": "lookahead", "speculation_branches": 2}, "engine.speculation_branches: 2 needs .* not lookahead"),
+        ({"speculation": "none", "speculation_branches": 4}, "engine.speculation_branches: 4 needs .* not none"),
+        ({"compiled": False, "speculation_branches": 2}, "engine.speculation_branches: this arithmetic"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_by_name(pair: Path, keys: dict[str, Any], named: str) -> None:

@@ -7,17 +7,21 @@ and nothing else. A method is a `Drafter`; `Paced` stands before any of them and
 How many are worth it, `baton.engine.core.step_costs` says: it follows from the acceptance of each sequence, and from what steps take.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from baton.engine.core.sampling import Sampled
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import NOTHING_OFFERED, PREDICTION, UNASKED, Offer
-from baton.engine.core.step_costs import ASSUMED, Drafting, Line, allot, least_chance
+from baton.engine.core.step_costs import ASSUMED, Drafting, Line, Other, allot, allot_others, least_chance
 
 FIRST_ACCEPTANCE = 0.6  # of a method of which nothing is known
 NEWEST, NEWEST_OF_ALL = 1 / 8, 1 / 64  # weight of the newest verified token in the estimate of a sequence, and of the method
+FIRST_OTHER = 0.1  # how often the second choice of such a method is right; the third half as often, and so on
+OTHERS_ASKED = 8  # known tokens between two such questions
+NEWEST_OTHER = 1 / 32  # weight of the newest in the estimate of a sequence's other choices, which are rarely right
 TRIED_IN = 128  # tokens for each token's time that a trial takes: trials of bad guesses cost less than a hundredth
 DOUBLINGS = 3  # of what lies between two trials, or two questions that had no answer
 
@@ -29,6 +33,19 @@ class Ask:
 
     seq: Sequence
     most: int
+    others: bool = False  # whether other choices of the first guess are of use, too
+
+
+class Tree(tuple[int, ...]):
+    """Guesses, and others that begin with another token, the likeliest first, which are verified, too, if there is room for more."""
+
+    others: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, first: Iterable[int], others: Iterable[Iterable[int]]) -> Self:
+        made = cls(first)
+        made.others = tuple(tuple(other) for other in others)
+        return made
 
 
 class Drafter:
@@ -37,6 +54,7 @@ class Drafter:
     name = "other"  # of the method, in metrics
     offer = NOTHING_OFFERED
     bound = 64  # tokens that it drafts at most
+    other_tokens = 0  # of each other guess that it has, at most
 
     @property
     def remembered(self) -> int:
@@ -53,7 +71,8 @@ class Drafter:
         return [self.bound] * len(seqs)
 
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
-        """For each of `asks`, guesses of what follows, or none. Once a step, for all its sequences: a model drafts them together."""
+        """For each of `asks`, guesses of what follows, or none; a `Tree`, if others are of use and it knows some. Once a step, for all its
+        sequences: a model drafts them together."""
         return [() for _ in asks]
 
     def source(self, seq: Sequence) -> str:
@@ -85,20 +104,26 @@ class Pace:
     ask_at: int = 0  # from which on there is a question again, after one without an answer
     trials: int = 0  # since a guess was right
     unanswered: int = 0  # questions one after another
+    others: list[float] = field(default_factory=list)  # that its second choice is right, its third, …, whether or not they are verified
+    offered: tuple[int, ...] = ()  # what these choices were in this step
 
 
 class Paced(Drafter):
     """Asks another drafter for as many tokens as are worth it, `bound` at most."""
 
-    def __init__(self, drafter: Drafter, bound: int, step: Line = ASSUMED) -> None:
-        """`step`: seconds of a step by its rows."""
+    def __init__(self, drafter: Drafter, bound: int, step: Line = ASSUMED, others: int = 0, branch_s: float = 0.0) -> None:
+        """`step`: seconds of a step by its rows. `others`: so many other choices may be verified; `branch_s`: seconds to begin one."""
         self.drafter = drafter
+        self._others, self._branch_s = (others if drafter.other_tokens else 0), branch_s
+        self._usual_others = [FIRST_OTHER / 2**rank for rank in range(self._others)]
+        self._beside: dict[Sequence, tuple[int, list[int]]] = {}  # in this step: guesses, and those of other choices, if any is worth it
         self.name = drafter.name
         self._step = step
         self._usual = [FIRST_ACCEPTANCE, FIRST_ACCEPTANCE]  # of the method, as in `Pace`: what is expected of a new sequence
         self.bound = min(bound, drafter.bound)
         self._paces: dict[Sequence, Pace] = {}
         self._least: dict[int, float] = {}  # rows → `least_chance`
+        self._least_others: dict[int, float] = {}  # and the same of other choices
         self._rest = 1  # tokens between two trials, in the step for which `most` was asked last
 
     @property
@@ -118,7 +143,7 @@ class Paced(Drafter):
 
     def most(self, seqs: Seq[Sequence], rows: int) -> Seq[int]:
         """As many as are worth it, and from time to time one more. A sequence that is to get none takes next to no time here."""
-        least = self._least_chance(rows)
+        least, self._beside = self._least_chance(rows), {}
         if least > 1:
             return ()
         self._rest = 1 + int(TRIED_IN * least)
@@ -139,10 +164,30 @@ class Paced(Drafter):
                 counts[i], pace.trials = 1, pace.trials + 1
             else:
                 pace.ask_at = known + (1 << DOUBLINGS)  # it is no other sooner
+        if self._others and any(max(pace.others) >= self._least_other(rows) for pace in asked.values()):
+            self._add_others(seqs, asked, worth, counts, rows, drafting)
         return counts
 
+    def _add_others(
+        self, seqs: Seq[Sequence], asked: Mapping[int, Pace], worth: Seq[int], counts: list[int], rows: int, drafting: Drafting
+    ) -> None:
+        """Adds the guesses of other choices that are worth it to those of each sequence."""
+        paces = [*asked.values()]
+        others = [
+            Other(k, (chance, pace.further), min(self.drafter.other_tokens, self.bound - worth[k]))
+            for k, pace in enumerate(paces)
+            for chance in pace.others
+        ]
+        chances = [(pace.first, pace.further) for pace in paces]
+        found = allot_others(others, chances, worth, rows, self._step, drafting, self._branch_s)
+        for k, i in enumerate(asked):
+            own = [count for other, count in zip(others, found, strict=True) if other.of == k]
+            if any(own):
+                self._beside[seqs[i]] = counts[i], own
+                counts[i] = min(self.bound, counts[i] + sum(own))
+
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
-        drafts = self.drafter.propose(asks)
+        drafts = self.drafter.propose([self._with_others(ask) for ask in asks] if self._others else asks)
         for ask, guesses in zip(asks, drafts, strict=True):
             pace, known = self._pace(ask.seq), len(ask.seq.tokens)
             if guesses:
@@ -150,9 +195,27 @@ class Paced(Drafter):
                 pace.try_at = known + (self._rest << min(pace.trials, DOUBLINGS))
             else:
                 self._wait(pace, known)
-        return drafts
+        return [self._pruned(ask.seq, guesses) if isinstance(guesses, Tree) else guesses for ask, guesses in zip(asks, drafts, strict=True)]
+
+    def _with_others(self, ask: Ask) -> Ask:
+        """To know them takes time: where none is worth its row, it is asked from time to time how often they would have been right."""
+        if (found := self._beside.get(ask.seq)) is not None:
+            return Ask(ask.seq, min(ask.most, found[0]), True)
+        return replace(ask, others=True) if len(ask.seq.tokens) % OTHERS_ASKED == 0 else ask
+
+    def _pruned(self, seq: Sequence, tree: Tree) -> Tree:
+        """With those of the other choices that are worth it. How often they are right, is counted of all."""
+        self._paces[seq].offered = tuple(other[0] for other in tree.others[: self._others])
+        _, counts = self._beside.get(seq, (0, []))
+        return Tree.of(tree, [other[:count] for other, count in zip(tree.others, counts, strict=False) if count])
 
     def study(self, seq: Sequence, drafts: Seq[int], sampled: Seq[Sampled]) -> None:
+        if (pace := self._paces.get(seq)) is not None and pace.offered:
+            for rank, token in enumerate(pace.offered):
+                right = float(token == sampled[0].token)
+                pace.others[rank] += NEWEST_OTHER * (right - pace.others[rank])
+                self._usual_others[rank] += NEWEST_OF_ALL * (right - self._usual_others[rank])
+            pace.offered = ()
         self.drafter.study(seq, drafts, sampled)
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
@@ -170,18 +233,26 @@ class Paced(Drafter):
 
     def forget(self, seq: Sequence) -> None:
         self._paces.pop(seq, None)
+        self._beside.pop(seq, None)
         self.drafter.forget(seq)
 
     def _pace(self, seq: Sequence) -> Pace:
         pace = self._paces.get(seq)
         if pace is None:
-            pace = self._paces[seq] = Pace(self._usual[0], self._usual[1], len(seq.tokens) + self._rest)
+            first, further = self._usual
+            pace = self._paces[seq] = Pace(first, further, len(seq.tokens) + self._rest, others=[*self._usual_others])
         return pace
 
     def _wait(self, pace: Pace, known: int) -> None:
         """A question costs more than its answer is worth where there is none most of the time."""
         pace.ask_at = known + (1 << min(pace.unanswered, DOUBLINGS))
         pace.unanswered += 1
+
+    def _least_other(self, rows: int) -> float:
+        """Of another choice, like `_least_chance`."""
+        if (least := self._least_others.get(rows)) is None:
+            least = self._least_others[rows] = least_chance(rows, self._step, Drafting(0.0, self._branch_s))
+        return least
 
     def _least_chance(self, rows: int) -> float:
         if (least := self._least.get(rows)) is None:

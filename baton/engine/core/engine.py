@@ -12,7 +12,7 @@ from baton.engine.core.blocks import BlockPool
 from baton.engine.core.colder import Colder
 from baton.engine.core.drafting import Drafter
 from baton.engine.core.groups import Groups
-from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingToSample, OutOfDeviceMemory, Runner, Tokens, accepted
+from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingToSample, OutOfDeviceMemory, Runner, Tokens, accepted, path
 from baton.engine.core.sampling import Sampled, Scored
 from baton.engine.core.scheduler import Limits, Scheduler, seats
 from baton.engine.core.sequence import Finish, Sequence, State, finish_reason
@@ -131,10 +131,11 @@ class Engine:
             return outputs
         try:
             sampled = self.runner.run(batch)
-        except NothingToSample as error:
-            return outputs + self._fail(error)  # the others run again
-        except OutOfDeviceMemory as error:
-            return outputs + self._lighten(batch, error)
+        except (NothingToSample, OutOfDeviceMemory) as error:
+            for chunk in batch:
+                self.scheduler.choose(chunk, None)
+            failed = self._fail(error) if isinstance(error, NothingToSample) else self._lighten(batch, error)
+            return outputs + failed  # the others run again
         self.counts.chunks += len(batch)
         for chunk, tokens in zip(batch, sampled, strict=True):
             outputs += self._land_chunk(chunk, tokens)
@@ -257,6 +258,8 @@ class Engine:
             self.colder.turn(now)
         plan, counts = self.scheduler.schedule(now, self.groups.make_room()), self.counts
         self.groups.restart(plan.preempted)
+        for source, target in plan.copies:
+            self.runner.copy(source, target)
         counts.preemptions += len(plan.preempted)
         for seq in plan.expired:
             self._leave(seq)
@@ -356,11 +359,15 @@ class Engine:
             return [Output(seq, None, full=tuple(seq.blocks[: seq.computed // self.block_size]))] if seq.hold else []
         if seq.params.beams is not None and not seq.hold:
             return self._search(seq, tokens[0])
-        method = ""
+        method, branch = "", None
         if chunk.drafts:
             method = self.drafter.source(seq)  # it is forgotten with the last token
-            self.drafter.study(seq, chunk.drafts, sampled)
+            self.drafter.study(seq, chunk.drafts, sampled[: 1 + len(chunk.drafts)])
             self.drafter.observe(seq, len(chunk.drafts), len(tokens) - 1)
+        if chunk.branches:
+            branch, rows = path(chunk, sampled)
+            tokens = tuple(sampled[row] for row in rows)
+            self.scheduler.choose(chunk, branch)
         right = len(tokens) - 1
         outputs = [self._settle(seq, tokens[0], right > 0)]
         for i, token in enumerate(tokens[1:], 1):
@@ -370,8 +377,10 @@ class Engine:
             outputs.append(self._settle(seq, token, i < right))
         if chunk.drafts:
             kept = min(right, len(outputs))
-            self.counts.note_guesses(method, len(chunk.drafts), kept)
-            outputs[-1] = replace(outputs[-1], rejected=len(chunk.drafts) - kept)
+            self.counts.note_guesses(method, len(chunk.drafts), kept if branch is None else 0)
+            for other in chunk.branches:
+                self.counts.note_guesses(method, len(other.drafts), kept if other is branch else 0)
+            outputs[-1] = replace(outputs[-1], rejected=chunk.guesses - kept)
         return outputs
 
     def _land_scored(self, chunk: Chunk, tokens: Tokens) -> list[Output]:

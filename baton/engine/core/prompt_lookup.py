@@ -13,7 +13,7 @@ the memory, and would have to be updated along its links to know the latest.
 from array import array
 from collections.abc import Sequence as Seq
 
-from baton.engine.core.drafting import Ask, Drafter
+from baton.engine.core.drafting import Ask, Drafter, Tree
 from baton.engine.core.sequence import Sequence
 
 SHORTEST = 2  # tokens of a match
@@ -50,6 +50,25 @@ class History:
             place = self._earlier[place]
         return best
 
+    def others(self, tokens: Seq[int], first: int) -> list[int]:
+        """The places after the longest matches that go on with another token than `first`, one for each token, the longest first."""
+        lengths: dict[int, tuple[int, int]] = {}  # token → how long its match is, and the place
+        place = self._latest.get(tuple(tokens[-SHORTEST:]), NOWHERE)
+        for _ in range(CANDIDATES):
+            if place == NOWHERE:
+                break
+            token, found = tokens[place], common(tokens, place)
+            if token != first and found > lengths.get(token, (0, NOWHERE))[0]:
+                lengths[token] = found, place
+            place = self._earlier[place]
+        return [place for _, place in sorted(lengths.values(), reverse=True)]
+
+
+def read_on(tokens: Seq[int], place: int, most: int) -> list[int]:
+    """What follows a place, which is before the end. One that is nearer to the end than `most` tokens is read as a text that goes round."""
+    period = len(tokens) - place
+    return [tokens[place + i % period] for i in range(most)]
+
 
 def common(tokens: Seq[int], place: int) -> int:
     """How many tokens before `place`, at least `SHORTEST`, equal the last ones. It looks at no more than `LONGEST`."""
@@ -64,8 +83,11 @@ class PromptLookup(Drafter):
     """Costs next to nothing, and some 130 bytes of memory for a token of a sequence that is here."""
 
     name = "prompt_lookup"
+    other_tokens = Drafter.bound
 
-    def __init__(self) -> None:
+    def __init__(self, others: int = 0) -> None:
+        """`others`: so many places where other tokens follow are told, too."""
+        self._others = others
         self._histories: dict[Sequence, History] = {}
 
     @property
@@ -76,18 +98,22 @@ class PromptLookup(Drafter):
         return self._place(seq) != NOWHERE
 
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
-        return [self._guess(ask.seq, ask.most) for ask in asks]
+        return [self._tree(ask) if ask.others and self._others else self._guess(ask.seq, ask.most) for ask in asks]
 
     def forget(self, seq: Sequence) -> None:
         self._histories.pop(seq, None)
 
     def _guess(self, seq: Sequence, most: int) -> list[int]:
-        """A match that is nearer to the end than `most` tokens is read as a text that goes round."""
         place = self._place(seq)
-        if place == NOWHERE:
-            return []
-        period = len(seq.tokens) - place
-        return [seq.tokens[place + i % period] for i in range(most)]
+        return [] if place == NOWHERE else read_on(seq.tokens, place, most)
+
+    def _tree(self, ask: Ask) -> Seq[int]:
+        seq = ask.seq
+        guess = self._guess(seq, ask.most)
+        if not guess:
+            return guess
+        places = self._histories[seq].others(seq.tokens, guess[0])[: self._others]
+        return Tree.of(guess, (read_on(seq.tokens, place, ask.most) for place in places))
 
     def _place(self, seq: Sequence) -> int:
         history = self._histories.setdefault(seq, History())

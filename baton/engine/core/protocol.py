@@ -6,6 +6,10 @@ the runner computes the guesses' positions in the same step, and samples after e
 one further (`accepted`), the tokens are those that one step for each would have sampled (Leviathan et al., "Fast Inference from
 Transformers via Speculative Decoding", 2023). Noise is a function of seed and position, so that holds for drawn tokens without their
 rejection rule.
+
+Beside the first guess there may be others, *branches*, which begin with another token. A mask over one row of tokens, as tree attention has
+it (Miao et al., "SpecInfer", 2024), would leave gaps in the sums of a branch, and so other last bits. Here each branch has a block table:
+it shares the full blocks before it, and its rows are computed as those of a sequence that said so.
 """
 
 from collections.abc import Sequence as Seq
@@ -19,25 +23,44 @@ from baton.engine.core.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """Guesses that begin with another token than the first ones. `blocks`: a table for the sequence with these guesses. The first `shared`
+    blocks are the sequence's own. The next has what the sequence has computed of its last block; the runner writes the KV of the last known
+    token, which is computed in the same step, there, too."""
+
+    drafts: tuple[int, ...]
+    blocks: tuple[int, ...]
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Compute the KV of `seq.tokens[seq.computed : seq.computed + n]`, and then of the guesses `drafts`; `seq.blocks` has room for all.
 
-    One chunk per sequence and batch, `n >= 1`; with drafts it samples. The runner changes nothing in `seq` but `drafted`.
+    One chunk per sequence and batch, `n >= 1`; with drafts it samples, and with branches n is 1. The runner changes nothing in `seq` but
+    `drafted`.
     """
 
     seq: Sequence
     n: int
     drafts: tuple[int, ...] = ()
+    branches: tuple[Branch, ...] = ()
+
+    @property
+    def guesses(self) -> int:
+        """Tokens of all guesses."""
+        return len(self.drafts) + sum(len(branch.drafts) for branch in self.branches) if self.branches else len(self.drafts)
 
     @property
     def positions(self) -> int:
         """How many are computed. Those of wrong guesses do not count afterwards."""
-        return self.n + len(self.drafts)
+        return self.n + self.guesses
 
     @property
     def tokens(self) -> list[int]:
-        """Those at the positions that are computed."""
-        return [*self.seq.tokens[self.seq.computed : self.seq.computed + self.n], *self.drafts]
+        """Those at the positions that are computed: branches come last."""
+        others = (token for branch in self.branches for token in branch.drafts)
+        return [*self.seq.tokens[self.seq.computed : self.seq.computed + self.n], *self.drafts, *others]
 
     @property
     def scored(self) -> int:
@@ -46,11 +69,12 @@ class Chunk:
 
     @property
     def rows(self) -> list[Sequence]:
-        """The sequence as it is when each row of logits is sampled: as it is known, and with one guess, two, … Empty if nothing samples."""
+        """The sequence as it is when each row of logits is sampled: as it is known, with one guess, two, …, and with one guess, two, … of
+        each branch. Empty if nothing samples."""
         if not self.samples:
             return []
-        seq = self.seq
-        guessed = ([*seq.tokens, *self.drafts[: count + 1]] for count in range(len(self.drafts)))
+        seq, guesses = self.seq, (self.drafts, *(branch.drafts for branch in self.branches))
+        guessed = ([*seq.tokens, *drafts[: count + 1]] for drafts in guesses for count in range(len(drafts)))
         return [
             seq,
             *(Sequence(seq.id, tokens, seq.prompt_len, seq.params, seq.root, matcher=seq.matcher, guessed=True) for tokens in guessed),
@@ -62,7 +86,7 @@ class Chunk:
         return self.seq.computed + self.n == len(self.seq.tokens)
 
 
-# What a chunk yields: `Chunk.scored` of them are `Scored`; then come those that were sampled after the known tokens and after each guess.
+# What a chunk yields: `Chunk.scored` of them are `Scored`; then come those that were sampled for `Chunk.rows`.
 Tokens = tuple[Sampled, ...]
 
 
@@ -70,6 +94,17 @@ def accepted(drafts: Seq[int], sampled: Seq[Sampled]) -> Tokens:
     """What was sampled after the known tokens and after each guess, up to the first token that was not guessed."""
     right = takewhile(lambda pair: pair[0] == pair[1].token, zip(drafts, sampled, strict=False))
     return tuple(sampled[: sum(1 for _ in right) + 1])
+
+
+def path(chunk: Chunk, sampled: Seq[Sampled]) -> tuple[Branch | None, list[int]]:
+    """The branch that begins with what was sampled, None if none does, and the rows of what is accepted."""
+    row = 1 + len(chunk.drafts)
+    for branch in chunk.branches:
+        end = row + len(branch.drafts)
+        if branch.drafts[0] == sampled[0].token:
+            return branch, [0, *range(row, row + len(accepted(branch.drafts, (sampled[0], *sampled[row:end]))) - 1)]
+        row = end
+    return None, list(range(len(accepted(chunk.drafts, sampled))))
 
 
 class NothingToSample(ArithmeticError):

@@ -26,8 +26,8 @@ from baton.engine.core.arrivals import Arrivals
 from baton.engine.core.beams import most_blocks
 from baton.engine.core.block_key import extend_keys
 from baton.engine.core.blocks import BlockPool, Content
-from baton.engine.core.drafting import Ask, Drafter
-from baton.engine.core.protocol import Chunk
+from baton.engine.core.drafting import Ask, Drafter, Tree
+from baton.engine.core.protocol import Branch, Chunk
 from baton.engine.core.sequence import Sequence, State
 
 SCORED_AT_ONCE = 256  # positions of a step that have logits, each as many as the vocabulary has tokens
@@ -43,10 +43,11 @@ class Limits:
     batching: Batching = "continuous"
     batch_wait_s: float = 0.5
     speculation_batch_tokens: int = 1 << 20  # a step that is as large gets no guesses, and none grows larger by them
+    speculation_branches: int = 1  # guesses of a sequence that begin with different tokens
 
     def __post_init__(self) -> None:
         """Raises ValueError, with the name of the limit, if no sequence could ever run."""
-        ones = "max_num_seqs", "max_num_batched_tokens", "max_queue", "speculation_batch_tokens"
+        ones = "max_num_seqs", "max_num_batched_tokens", "max_queue", "speculation_batch_tokens", "speculation_branches"
         for name, least in (*((name, 1) for name in ones), ("batch_wait_s", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"engine.{name}: must be {least} or more, got {getattr(self, name)}")
@@ -63,6 +64,7 @@ class Schedule:
     chunks: list[Chunk] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     expired: list[Sequence] = field(default_factory=list)  # removed from the queue before anything was computed for them
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (block, block that gets its content before the step)
 
 
 class Scheduler:
@@ -335,9 +337,36 @@ class Scheduler:
         for i, drafts in zip(asks, drafter.propose([*asks.values()]) if asks else (), strict=True):
             if not drafts:
                 continue
-            drafts = drafts[: min(budget, asks[i].most)]
-            plan.chunks[i] = Chunk(asks[i].seq, 1, tuple(drafts))
-            budget -= len(drafts)
+            seq, most = asks[i].seq, min(budget, asks[i].most)
+            first = tuple(drafts[:most])
+            branches = self._branches(plan, seq, drafts, most - len(first)) if isinstance(drafts, Tree) else ()
+            plan.chunks[i] = Chunk(seq, 1, first, branches)
+            budget -= plan.chunks[i].guesses
+
+    def _branches(self, plan: Schedule, seq: Sequence, tree: Tree, most: int) -> tuple[Branch, ...]:
+        """Other guesses, of `most` tokens together, as far as there are blocks. Each owns those that it does not share, until `choose`."""
+        shared, made, firsts = (seq.computed + 1) // self.block_size, list[Branch](), {tree[0]}
+        for drafts in tree.others[: self.limits.speculation_branches - 1]:
+            drafts = drafts[:most]
+            if not drafts or drafts[0] in firsts:
+                continue
+            own = self.pool.allocate(self._blocks_for(seq.computed + 1 + len(drafts)) - shared)
+            if own is None:
+                break
+            if seq.computed % self.block_size and shared == seq.computed // self.block_size:
+                plan.copies.append((seq.blocks[shared], own[0]))
+            made.append(Branch(drafts, (*seq.blocks[:shared], *own), shared))
+            firsts.add(drafts[0])
+            most -= len(drafts)
+        return tuple(made)
+
+    def choose(self, chunk: Chunk, branch: Branch | None) -> None:
+        """The step is over: the sequence goes on with this branch of it, or as it was."""
+        for other in chunk.branches:
+            own = other.blocks[other.shared :]
+            if other is branch:
+                own, chunk.seq.blocks = tuple(chunk.seq.blocks[other.shared :]), [*other.blocks]
+            self.pool.release(own)
 
     def _guessable(self, chunk: Chunk) -> bool:
         return chunk.samples and chunk.n == 1 and not chunk.seq.hold and chunk.seq.params.beams is None

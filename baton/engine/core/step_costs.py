@@ -87,6 +87,36 @@ def allot(chances: Seq[Chances], most: Seq[int], rows: int, step: Line, drafting
     return counts
 
 
+class Other(NamedTuple):
+    """Guesses of sequence number `of` that begin with another token than its first ones. Nothing has to be drafted for them."""
+
+    of: int
+    chances: Chances
+    most: int
+
+
+def allot_others(
+    others: Seq[Other], chances: Seq[Chances], counts: Seq[int], rows: int, step: Line, drafting: Drafting, begin: float
+) -> list[int]:
+    """How many guesses each of `others` gets beside the `counts` that `allot` has found, the likeliest first. `begin`: seconds for the
+    first of each."""
+    expected = rows + sum(first * sum(further**i for i in range(count)) for (first, further), count in zip(chances, counts, strict=True))
+    rows += sum(counts)
+    seconds = step.at(rows) + sum(drafting.begin + count * drafting.guess for count in counts if count)
+    found = [0] * len(others)
+    queue = [(-other.chances[0], k) for k, other in enumerate(others) if counts[other.of] and other.most > 0]
+    heapify(queue)
+    while queue:
+        chance, k = heappop(queue)
+        more = max(0.0, step.at(rows + 1) - step.at(rows)) + begin * (found[k] == 0)
+        if -chance * seconds < expected * more:
+            continue
+        found[k], rows, expected, seconds = found[k] + 1, rows + 1, expected - chance, seconds + more
+        if found[k] < others[k].most:
+            heappush(queue, (chance * others[k].chances[1], k))
+    return found
+
+
 def _drop_losers(counts: list[int], gains: Seq[float], costs: Seq[float], expected: float, seconds: float) -> None:
     """Takes the guesses away from sequences without which the step yields more tokens a second, for asking costs, too."""
     for i in sorted((i for i, count in enumerate(counts) if count), key=lambda i: gains[i] / costs[i]):

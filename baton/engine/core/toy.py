@@ -60,13 +60,19 @@ class ToyRunner:
         self.pool.array[target] = self.pool.array[source]
 
     def _run(self, chunk: Chunk) -> Tokens:
-        seq, size = chunk.seq, self.layout.block_size
-        positions = np.arange(seq.computed, seq.computed + chunk.positions)
-        blocks = np.asarray(seq.blocks)
-        values = (np.asarray(chunk.tokens) + 1) * (positions + 1)
-        self._kv[blocks[positions // size], :, positions % size, :] = values[:, None, None]
+        seq, known = chunk.seq, chunk.seq.tokens[chunk.seq.computed : chunk.seq.computed + chunk.n]
+        blocks = self._write(seq.blocks, seq.computed, [*known, *chunk.drafts])
+        tables = [blocks] * (1 + len(chunk.drafts))
+        for branch in chunk.branches:
+            tables += [self._write(branch.blocks, seq.computed, [*known, *branch.drafts])] * len(branch.drafts)
         scored = [self._score(blocks, seq, seq.computed + i) for i in range(chunk.scored)]
-        return (*scored, *(self._sample(blocks, row) for row in chunk.rows))
+        return (*scored, *(self._sample(table, row) for table, row in zip(tables, chunk.rows, strict=False)))
+
+    def _write(self, blocks: Seq[int], start: int, tokens: list[int]) -> "np.ndarray[Any, Any]":
+        positions, table, size = np.arange(start, start + len(tokens)), np.asarray(blocks), self.layout.block_size
+        values = (np.asarray(tokens) + 1) * (positions + 1)
+        self._kv[table[positions // size], :, positions % size, :] = values[:, None, None]
+        return table
 
     def _score(self, blocks: "np.ndarray[Any, Any]", seq: Sequence, position: int) -> Scored:
         """The toy is sure of the token that it would sample if it were greedy."""

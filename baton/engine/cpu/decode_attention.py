@@ -162,12 +162,12 @@ def _keep_in(pool, scales, numbers, slot, spot):
 
 @njit
 def attend_tokens(pool, scales, given, places, shape, how):
-    """The first `size` tokens; those of one sequence are neighbours, one position apart. A token's key and value are stored in their
-    slot; then its query sees the slots up to its own, or those in its window, and no others. Other threads may compute the tokens before
-    it, so it stores theirs, too: the same bytes."""
+    """The first `size` tokens. A token's key and value are stored in their slot; then its query sees the slots up to its own, or those in
+    its window, and no others. Other threads may compute the tokens before it, and these may be in other blocks, so it stores theirs, too:
+    the same bytes."""
     (q, q_apart, kv, kv_apart, out), (index, size), (window, softcap, scale) = given, places, how
     (apart, scales_apart, layer), (parts, heads, kv_heads, block_size, dim, value_dim) = shape
-    positions, bases, tables = index[:size], index[size : 2 * size], index[2 * size :]
+    positions, bases, before, tables = index[:size], index[size : 2 * size], index[2 * size : 3 * size], index[3 * size :]
     group, head_size, rows = heads // kv_heads, block_size * dim, parts * kv_heads
     most = _whole(min(window, positions.max() + 1))
     at = np.empty(most, np.int64)  # where the keys of a sequence for head 0 begin in the pool
@@ -190,13 +190,13 @@ def attend_tokens(pool, scales, given, places, shape, how):
             last = (parts - 1) * kv_heads + head
             key, value = head * head_size, last * head_size
             token, seen = b, count - 1
-            while token >= 0 and seen >= 0 and bases[token] == bases[b]:
+            while token >= 0 and seen >= 0:
                 slot, offset = at[seen], positions[token] % block_size
                 for row in range(head, rows, kv_heads):
                     new = token * kv_apart + row * dim
                     spot = table[positions[token] // block_size] * scales_apart + (layer * rows + row) * block_size + offset
                     keep(pool, scales, kv[new : new + dim], slot + row * head_size, spot)
-                token, seen = token - 1, seen - 1
+                token, seen = before[token], seen - 1
             _scale_queries(q[b * q_apart + head * group * dim :], dim, scale, query)
             _score(pool, at, key, count, dim, query, scores)
             _scale(scores, scales, table, length - count, count, (layer * rows + head) * block_size, scales_apart, block_size)

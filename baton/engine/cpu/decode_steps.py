@@ -19,7 +19,7 @@ class DecodeSteps:
 
     def __init__(self, model: Transformer, paged: PagedKv) -> None:
         self._model, self._paged = model, paged
-        each = 2 + -(-model.config.max_positions // paged.block_size)  # numbers of the index for one token of a sequence
+        each = 3 + -(-model.config.max_positions // paged.block_size)  # numbers of the index for one token of a sequence
         self._index, self._tokens, self._best = (np.zeros(size, np.int64) for size in (MOST * each, MOST, MOST))
         self._recordings: dict[int, Recording[tuple[Tensor, Tensor]]] = {}
         self._arena = Arena()
@@ -50,7 +50,7 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def _recorded(self, spans: Seq[Span]) -> Recording[tuple[Tensor, Tensor]]:
-        size, layers = sum(span.n for span in spans), self._model.config.attention
+        size, layers = sum(span.tokens for span in spans), self._model.config.attention
         index, tokens, best = (torch.from_numpy(each) for each in (self._index, self._tokens[:size], self._best[:size]))
         decodes, positions = Decodes(size, index, seen(spans)), index[:size]
         meta = Meta(positions, decodes, layers, index[:0], ((),) * len(layers), self._paged.scratch(0))

@@ -132,6 +132,26 @@ def greatest(logits, ids, rows, width):
         ids[row] = found if abs(best) < math.inf else -1
 
 
+@kernel("rows * width", logits=floats("rows", "width"), ids=int64s("rows", "most"))
+def next_greatest(logits, ids, rows, width, most):
+    """`ids[row]`: those of the greatest logits after the greatest, in descending order, of equal ones the first. What NaN does to them is
+    not said."""
+    first, last = share(rows)
+    top, at = np.empty(most + 1, np.float32), np.empty(most + 1, np.int64)
+    for row in range(first, last):
+        values = logits[row * width : (row + 1) * width]
+        top[:], at[:] = np.float32(-math.inf), 0
+        for i in range(width):
+            if values[i] > top[most]:
+                place = most
+                while place > 0 and values[i] > top[place - 1]:
+                    top[place], at[place] = top[place - 1], at[place - 1]
+                    place -= 1
+                top[place], at[place] = values[i], i
+        for place in range(most):
+            ids[row * most + place] = at[place + 1]
+
+
 @kernel(
     "tokens * dim * heads",
     SUMS,

@@ -39,12 +39,20 @@ class Span(NamedTuple):
     """`n` tokens of one sequence from position `start` on; `blocks` is its block table, at least up to `start + n`.
 
     `steps`: each is computed as a decode step, by the kernel for those. It adds in another order than the one for prompts: the bits differ.
+    `branches`, of steps: other tokens that go on from the first one, each in a block table of its own, in which that first one gets a slot,
+    too, if its block is not shared. Their tokens come behind the span's.
     """
 
     start: int
     n: int
     blocks: Sequence[int]
     steps: bool = False
+    branches: tuple["Span", ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """With those of its branches."""
+        return self.n + sum(branch.n for branch in self.branches)
 
 
 class KvLayer(NamedTuple):
@@ -77,11 +85,12 @@ class KvLayer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """The tokens that come first in a batch and are computed in place, in the form that a kernel needs. Those of one sequence are
-    neighbours, in order."""
+    """The tokens that come first in a batch and are computed in place, in the form that a kernel needs."""
 
     size: int  # tokens
-    index: Tensor  # [2 size + *] int64: their positions; where the block table of each begins; the block tables, one after the other
+    # [3 size + *] int64: their positions; where the block table of each begins; which of the tokens is the one before each, -1 if none is;
+    # the block tables, one after the other.
+    index: Tensor
     keys: int  # seen by all of them together
 
 
@@ -261,7 +270,7 @@ def plan(spans: Sequence[Span], paged: PagedKv, layers: Sequence[LayerAttention]
     are full, so no other sequence reads this one.
     """
     decodes = sum(span.steps for span in spans) if paged.kernels else 0
-    size = sum(span.n for span in spans[:decodes])
+    size = sum(span.tokens for span in spans[:decodes])
     longer = _plan_longer(spans[decodes:], size, paged, layers)
     if paged.kernels:
         paged.wipe(_begun(spans, paged.block_size))
@@ -280,17 +289,21 @@ def plan_decodes(spans: Sequence[Span], paged: PagedKv) -> "array[int]":
 
 def seen(spans: Sequence[Span]) -> int:
     """`Decodes.keys`."""
-    return sum(position + 1 for span in spans for position in range(span.start, span.start + span.n))
+    return sum(position + 1 for span in spans for each in (span, *span.branches) for position in range(each.start, each.start + each.n))
 
 
 def _index(spans: Sequence[Span], block_size: int) -> "array[int]":
-    index, bases, tables = array("q"), array("q"), array("q")
+    index, bases, before, tables = array("q"), array("q"), array("q"), array("q")
     for span in spans:
-        index.extend(range(span.start, span.start + span.n))
-        bases.extend([len(tables)] * span.n)
-        tables.extend(span.blocks[: (span.start + span.n - 1) // block_size + 1])
-    index += bases
-    index += tables
+        first = len(index)
+        for each in (span, *span.branches):
+            before.append(-1 if each is span else first)
+            before.extend(range(len(index), len(index) + each.n - 1))
+            index.extend(range(each.start, each.start + each.n))
+            bases.extend([len(tables)] * each.n)
+            tables.extend(each.blocks[: (each.start + each.n - 1) // block_size + 1])
+    for part in (bases, before, tables):
+        index += part
     return index
 
 
@@ -328,9 +341,15 @@ def _slots(table: "_Table", paged: PagedKv) -> Tensor:
 
 
 def _begun(spans: Sequence[Span], block_size: int) -> list[int]:
-    """The last blocks of the spans, if they begin within the span: nothing has been written to these yet."""
-    last = ((span, (span.start + span.n - 1) // block_size) for span in spans)
-    return [span.blocks[index] for span, index in last if index * block_size >= span.start]
+    """The last blocks of the spans, if they begin within the span: nothing has been written to these yet. A branch writes the token before
+    its first one, too."""
+    begun = []
+    for span in spans:
+        for each in (span, *span.branches):
+            last, first = (each.start + each.n - 1) // block_size, each.start - (each is not span)
+            if last * block_size >= first:
+                begun.append(each.blocks[last])
+    return begun
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,19 +22,19 @@ from baton.engine.choice import load_runner
 from baton.engine.core import engine as engine_module
 from baton.engine.core import toy
 from baton.engine.core.block_key import root_key
-from baton.engine.core.drafting import FIRST_ACCEPTANCE, Ask, Chosen, Drafter, Paced
+from baton.engine.core.drafting import FIRST_ACCEPTANCE, Ask, Chosen, Drafter, Paced, Tree
 from baton.engine.core.engine import Engine
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.lookahead import PHRASE, POOLED, Lookahead, Sight
 from baton.engine.core.prediction import Prediction
 from baton.engine.core.prompt_lookup import CANDIDATES, LONGEST, NOWHERE, SHORTEST, TAKEN_IN, History, PromptLookup
-from baton.engine.core.protocol import Tokens, accepted
+from baton.engine.core.protocol import Branch, Chunk, Tokens, accepted
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import Offer, Speculation
-from baton.engine.core.step_costs import Drafting, Line, allot, least_chance
+from baton.engine.core.step_costs import Drafting, Line, Other, allot, allot_others, least_chance
 from baton.engine.core.toy import ToyRunner
 from baton.engine.draft_model import DraftModel
 from baton.engine.gpu.overlap import UNKNOWN
@@ -47,6 +47,7 @@ from baton.models.make_small import make_toy
 TOY = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}
 DRAFT, HEAD = (SHIPPED.with_name(name) for name in ("tale-draft", "tale-head"))
 KINDS = ("engine", "overlap", "tale")
+CHEAP = Line(((1, 1.0), (2, 1.04)))  # rows: second choices are worth theirs
 METHODS: dict[str, Callable[[], Drafter]] = {
     "prompt_lookup": PromptLookup,
     "lookahead": Lookahead,
@@ -55,8 +56,10 @@ METHODS: dict[str, Callable[[], Drafter]] = {
     "lookahead by choice": lambda: Chosen({"lookahead": Lookahead()}, "lookahead", 8),
     "draft": lambda: Paced(draft_model(), 8),
     "heads": lambda: Paced(head_drafter(), 8),
+    "prompt_lookup, branches": lambda: Paced(PromptLookup(2), 24, CHEAP, 2),
+    "draft, branches": lambda: Paced(draft_model(2), 8, CHEAP, 2),
+    "heads, branches": lambda: Paced(head_drafter(2), 8, CHEAP, 2),
 }
-OF_A_MODEL = ("draft", "heads")  # the toy has neither
 FORM = Grammar("regex", "(abba[a-c]){3,9}")
 WORDS = "The cat sat on the mat. The dog sat on the mat. The cat"
 STORY = "Once upon a time there was a little girl. One day the little girl"
@@ -81,13 +84,18 @@ def tale_draft() -> ModelRunner:
     return load_runner(ModelRunner, DRAFT, products="baton")
 
 
-def draft_model() -> DraftModel:
+def draft_model(others: int = 0) -> DraftModel:
     made = tale_draft()
-    return DraftModel(ModelRunner(made.model, made.layout, made.device), 8)
+    return DraftModel(ModelRunner(made.model, made.layout, made.device), 8, others)
 
 
-def head_drafter() -> HeadDrafter:
-    return HeadDrafter.load(tale(), SHIPPED, HEAD, "auto", 8)
+def head_drafter(others: int = 0) -> HeadDrafter:
+    return HeadDrafter.load(tale(), SHIPPED, HEAD, "auto", 8, others)
+
+
+def of_a_model(method: str) -> bool:
+    """The toy has no draft."""
+    return method.startswith(("draft", "heads"))
 
 
 @cache
@@ -183,11 +191,20 @@ def test_every_sequence_says_what_it_says_without(method: str, undrafted: Any, f
     """Few blocks, small steps: preemptions, prompts in chunks, prefixes from the cache, and some are aborted. `Sampled` has the
     log-probabilities, and on the shipped model every bit of the logits is compared, too."""
     kind, wanted, logits = undrafted
-    if method in OF_A_MODEL and kind != "tale":
+    if of_a_model(method) and kind != "tale":
         pytest.skip("the toy has no draft")
-    preempted = hits = aborted = right = 0
+    branched = "branches" in method
+    preempted = hits = aborted = right = beside = taken = 0
     for seed in (1, 2):
-        engine = make(kind, METHODS[method](), blocks=11 if kind == "tale" else 13)
+        engine = make(kind, METHODS[method](), blocks=11 if kind == "tale" else 13, speculation_branches=3 if branched else 1)
+        choose = engine.scheduler.choose
+
+        def counted(chunk: Chunk, branch: Branch | None, choose: Any = choose) -> None:
+            nonlocal beside, taken
+            beside, taken = beside + len(chunk.branches), taken + (branch is not None)
+            choose(chunk, branch)
+
+        engine.scheduler.choose = counted  # type: ignore[method-assign]
         said = serve(engine, crowd(kind, folder), seed)
         for name, tokens in wanted.items():
             assert said.get(name, []) == tokens[: len(said.get(name, []))], name
@@ -200,6 +217,7 @@ def test_every_sequence_says_what_it_says_without(method: str, undrafted: Any, f
         right += counts.accepted_tokens
         assert counts.accepted_tokens <= counts.drafted_tokens and engine.drafter.remembered == 0
     assert preempted and hits and right and 0 < aborted < len(wanted)
+    assert bool(taken) == (branched and of_a_model(method)) and (beside == 0 or (branched and kind != "overlap"))
 
 
 def edited(said: list[Sampled], rng: random.Random) -> tuple[int, ...]:
@@ -277,7 +295,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
     assert steps["none"] == 60 and steps["prompt_lookup"] < 30
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method not in OF_A_MODEL])
+@pytest.mark.parametrize("method", [method for method in METHODS if not of_a_model(method)])
 @pytest.mark.parametrize("kind", ["engine", "overlap"])
 def test_nothing_is_remembered_of_a_sequence_that_has_left(kind: str, method: str) -> None:
     """Thousands finish, are aborted, or expire in the queue after a preemption."""
@@ -385,6 +403,17 @@ def test_what_steps_take_decides_how_many_guesses_there_are() -> None:
     )
 
 
+def test_other_choices_are_verified_where_they_bring_more_tokens_a_second() -> None:
+    flat, steep = Line(((1, 100.0), (32, 131.0))), Line(((1, 100.0), (2, 125.0)))
+    chances, dear, second = [(0.7, 0.7)], Drafting(0.0, 20.0), [Other(0, (0.12, 0.7), 1)]
+    assert allot_others(second, chances, [1], 1, steep, dear, 5.0) == [0], "a row is a quarter of a step"
+    assert allot_others(second, chances, [2], 1, flat, dear, 5.0) == [1]
+    assert allot_others(second, chances, [2], 1, flat, dear, 50.0) == [0], "dear to begin"
+    assert allot_others(second, chances, [0], 1, flat, dear, 0.0) == [0], "there is no other without a first"
+    others = [Other(0, (0.2, 0.7), 3), Other(1, (0.5, 0.1), 4), Other(0, (0.01, 0.7), 3)]
+    assert allot_others(others, [(0.7, 0.7), (0.5, 0.1)], [2, 2], 2, flat, Drafting(), 0.0) == [3, 2, 0]
+
+
 @pytest.mark.parametrize("chances", [(0.2,), (0.5,), (0.7,), (0.85,), (0.95,), (0.3, 0.9, 0.6), (0.8, 0.8, 0.1)])
 def test_no_other_choice_gives_more_tokens_a_second(chances: tuple[float, ...]) -> None:
     step, most = Line(((1, 100.0), (2, 104.0), (4, 114.0), (8, 150.0), (16, 300.0))), 8
@@ -408,6 +437,50 @@ class Always(Drafter):
 def paced_ask(paced: Drafter, seq: Sequence, rows: int = 1) -> Seq[int]:
     (most,) = paced.most([seq], rows) or (0,)
     return ask(paced, seq, most) if most else ()
+
+
+class Ways(Always):
+    """Knows a second choice."""
+
+    other_tokens = 1
+
+    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        return [Tree.of([1] * ask.most, [[2]]) if ask.others else [1] * ask.most for ask in asks]
+
+
+def test_whether_second_choices_are_verified_follows_from_how_often_they_were_right() -> None:
+    """Counted whether or not they were verified, but more rarely where none is worth it; a new sequence begins with what is usual."""
+    asked, rng = 0, random.Random(4)
+    paced = Paced(Ways(), 8, Line(((1, 100.0), (2, 105.0))), 1, 5.0)
+
+    def verified(name: str, truth: int, steps: int) -> list[int]:
+        nonlocal asked
+        seq, found, asked = Sequence(name, [1, 2, 3], 3, SamplingParams(max_tokens=9), b""), [], 0
+        for _ in range(steps):
+            drafts = paced_ask(paced, seq)
+            asked += isinstance(drafts, Tree)
+            found.append(len(drafts.others) if isinstance(drafts, Tree) else 0)
+            seq.tokens.append(1)
+            wrong = rng.random() < 0.4
+            paced.study(seq, drafts, [Sampled(truth if wrong else 1)])
+            paced.observe(seq, 1, int(not wrong))
+        paced.forget(seq)
+        return found
+
+    right = verified("right", 2, 900)
+    assert right[0] == 0 and sum(right[-20:]) == 20 and asked > 200
+    wrong = verified("wrong", 3, 600)
+    assert wrong[0] == 1 and sum(wrong[-20:]) == 0 and asked < 300
+    assert verified("new", 3, 1) == [0] and paced.remembered == 0
+
+
+def test_the_second_match_goes_on_with_another_token() -> None:
+    tokens = [9, 1, 2, 5, 6, 8, 1, 2, 7, 3, 9, 1, 2, 4, 4, 9, 1, 2]
+    seq = Sequence("a", tokens, len(tokens), SamplingParams(max_tokens=9), b"")
+    for most in (1, 3):
+        (tree,) = PromptLookup(most).propose([Ask(seq, 3, True)])
+        assert isinstance(tree, Tree) and tuple(tree) == (4, 4, 9)
+        assert tree.others == ((5, 6, 8), (7, 3, 9))[:most], "the longest match first"
 
 
 def test_bad_drafts_end_and_are_tried_ever_more_rarely_and_good_ones_grow() -> None:

@@ -3,6 +3,7 @@ happens to the sequences, the output is the one without guesses. Here with the t
 real logits."""
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -11,10 +12,10 @@ from host_pool import carry, on_host
 from late_toy import LateEngine, LateToy
 
 from baton.engine.core.block_key import root_key
-from baton.engine.core.drafting import Ask, Drafter
+from baton.engine.core.drafting import Ask, Drafter, Tree
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.protocol import Chunk, accepted
+from baton.engine.core.protocol import Branch, Chunk, NonFiniteLogits, OutOfDeviceMemory, Tokens, accepted, path
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Finish, Sequence, State
@@ -27,17 +28,24 @@ HOW_RIGHT = (1.0, 0.0, 0.7)
 
 
 class Guesser(Drafter):
-    """Knows what the toy will say. Each guess is right with probability `right`, and there are up to `most` of them."""
+    """Knows what the toy will say. Each guess is right with probability `right`, and there are up to `most` of them. Of those that
+    begin with different tokens, any may be the one that is right."""
 
-    def __init__(self, right: float, most: int = 5, seed: int = 0) -> None:
-        self._right, self._most, self._rng = right, most, random.Random(seed)
+    def __init__(self, right: float, most: int = 5, seed: int = 0, ways: int = 1) -> None:
+        self._right, self._most, self._rng, self._ways = right, most, random.Random(seed), ways
 
     def ready(self, seq: Sequence) -> bool:
         """Not always: then a sequence goes on before its last token is known, and nobody may guess for it."""
         return self._rng.random() < 0.7
 
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
-        return [self._guess(ask.seq, ask.most) for ask in asks]
+        return [self._tree(ask) if self._ways > 1 else self._guess(ask.seq, ask.most) for ask in asks]
+
+    def _tree(self, ask: Ask) -> Seq[int]:
+        most = -(-ask.most // self._ways)
+        ways = [[(token + shift) % 257 for token in self._guess(ask.seq, most)] for shift in range(self._ways)]
+        first, *others = self._rng.sample([way for way in ways if way] or [[]], sum(map(bool, ways)) or 1)
+        return Tree.of(first, others)
 
     def _guess(self, seq: Sequence, most: int) -> list[int]:
         assert most > 0 and seq.state is State.RUNNING and min(seq.tokens) >= 0
@@ -46,7 +54,7 @@ class Guesser(Drafter):
         return [token if self._rng.random() < self._right else (token + 1) % 257 for token in known]
 
 
-def make(kind: str, guesser: Guesser | None, blocks: int = 64, caching: bool = True, **limits: Any) -> Engine:
+def make(kind: str, guesser: Drafter | None, blocks: int = 64, caching: bool = True, **limits: Any) -> Engine:
     bounds = Limits(**{"max_num_seqs": 8, "max_num_batched_tokens": 16, **limits})
     if kind == "overlap":
         return LateEngine(LateToy(blocks, CONFIG, BLOCK), bounds, min(128, blocks * BLOCK), caching, guesser)
@@ -96,16 +104,26 @@ def ended(seq: Sequence) -> list[int]:
     return whole[: at + 1]
 
 
+@pytest.mark.parametrize("branches", [1, 4])
 @pytest.mark.parametrize("right", HOW_RIGHT)
 @pytest.mark.parametrize("kind", ["engine", "overlap"])
-def test_random_workloads_equal_the_oracle(kind: str, right: float) -> None:
+def test_random_workloads_equal_the_oracle(kind: str, right: float, branches: int) -> None:
     """Pools that preempt, prompts in chunks, prefixes from the cache, sequences that join and are aborted at any time, stop tokens."""
-    preempted = accepted_tokens = drafted = 0
+    preempted = accepted_tokens = drafted = beside = 0
     for seed in range(12):
         rng = random.Random(seed)
         budget, blocks = rng.choice([8, 16, 64]), rng.choice([14, 20, 64])
         growth = rng.choice([0.0, 0.5, 1.0])
-        engine = make(kind, Guesser(right, seed=seed), blocks, max_num_batched_tokens=budget, reserve_growth=growth)
+        bounds: dict[str, Any] = {"max_num_batched_tokens": budget, "reserve_growth": growth, "speculation_branches": branches}
+        engine = make(kind, Guesser(right, seed=seed, ways=branches), blocks, **bounds)
+        choose = engine.scheduler.choose
+
+        def counted(chunk: Chunk, branch: Branch | None, choose: Any = choose) -> None:
+            nonlocal beside
+            beside += len(chunk.branches)
+            choose(chunk, branch)
+
+        engine.scheduler.choose = counted  # type: ignore[method-assign]
         seqs, gone, reported = workload(rng, 20), set[str](), dict[str, list[int]]()
         waiting = list(seqs)
         while waiting or not engine.idle:
@@ -126,7 +144,8 @@ def test_random_workloads_equal_the_oracle(kind: str, right: float) -> None:
         preempted, drafted = preempted + engine.counts.preemptions, drafted + engine.counts.drafted_tokens
         accepted_tokens += engine.counts.accepted_tokens
     assert preempted and drafted and bool(accepted_tokens) == (right > 0)
-    assert (accepted_tokens == drafted) == False or right == 1.0  # noqa: E712
+    assert accepted_tokens < drafted or right == 1.0
+    assert bool(beside) == (branches > 1 and kind == "engine"), "a device's engine has no branches"
 
 
 def check_cache(engine: Engine) -> None:
@@ -136,13 +155,14 @@ def check_cache(engine: Engine) -> None:
         assert seq.sealed * BLOCK <= known and len(seq.keys) * BLOCK <= known
 
 
+@pytest.mark.parametrize("branches", [1, 3])
 @pytest.mark.parametrize("right", HOW_RIGHT)
-def test_blocks_in_the_cache_hold_what_their_keys_say(right: float) -> None:
+def test_blocks_in_the_cache_hold_what_their_keys_say(right: float, branches: int) -> None:
     """A wrong guess writes into blocks that are not full yet. Another engine without guesses computes the same bytes."""
     prompts = [[7 * i % 251 for i in range(n)] for n in (5, 9, 13)]
     pools = []
-    for guesser in (Guesser(right), None):
-        engine = make("engine", guesser)
+    for guesser in (Guesser(right, ways=branches), None):
+        engine = make("engine", guesser, speculation_branches=branches)
         for i, prompt in enumerate(prompts):
             engine.add(sequence(f"s{i}", prompt, max_tokens=21))
         drain(engine)
@@ -201,14 +221,92 @@ def test_tokens_after_the_one_that_ends_a_sequence_do_not_exist() -> None:
     assert engine.counts.computed_tokens == len(prompt) + at, "positions of tokens that do not exist are not counted"
 
 
-def test_nobody_loses_a_block_or_a_token_of_the_budget_for_a_guess() -> None:
-    engine = make("engine", Guesser(1.0, most=30), blocks=6, max_num_seqs=4, max_num_batched_tokens=8, reserve_growth=0.0)
+@pytest.mark.parametrize("branches", [1, 4])
+def test_nobody_loses_a_block_or_a_token_of_the_budget_for_a_guess(branches: int) -> None:
+    bounds: dict[str, Any] = {"max_num_batched_tokens": 8, "reserve_growth": 0.0, "speculation_branches": branches}
+    engine = make("engine", Guesser(1.0, most=30, ways=branches), blocks=6, max_num_seqs=4, **bounds)
+    run, computed = engine.runner.run, [0]
+
+    def counted(batch: Seq[Chunk]) -> list[Tokens]:
+        computed.append(sum(chunk.positions for chunk in batch))
+        return run(batch)
+
+    engine.runner.run = counted  # type: ignore[method-assign]
     for name in "abc":
         engine.add(sequence(name, [ord(name), 1, 2], max_tokens=5))
     while not engine.idle:
+        engine.step()
+    assert engine.counts.preemptions == 0 and 3 < max(computed) <= 8
+
+
+class Second(Drafter):
+    """Its first choice is wrong, and so is its third; its second is right for three tokens."""
+
+    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+        return [self._tree(ask.seq) for ask in asks]
+
+    def _tree(self, seq: Sequence) -> Tree:
+        right = [*seq.tokens[: seq.prompt_len], *naive(seq.tokens[: seq.prompt_len], seq.params)][len(seq.tokens) :][:3]
+        wrong = [(token + 1) % 257 for token in right]
+        return Tree.of(wrong, [right, [*wrong[:1], 5], [(token + 2) % 257 for token in right]])
+
+
+@pytest.mark.parametrize("length", range(3, 12))
+def test_a_branch_that_is_right_goes_on_and_the_others_leave_nothing(length: int) -> None:
+    """Wherever in a block the output is. One that begins as the first is no other."""
+    prompt = list(range(30, 30 + length))
+    engine = make("engine", Second(), speculation_branches=4)
+    engine.add(seq := sequence("a", prompt, max_tokens=40))
+    engine.step()
+    for _ in range(5):
         outputs = engine.step()
-        assert len(outputs) <= 8
-    assert engine.counts.preemptions == 0
+        assert [output.guessed for output in outputs] == [True, True, True, False] and outputs[-1].rejected == 6
+        assert engine.pool.num_owned == len(seq.blocks) and seq.computed <= len(seq.blocks) * BLOCK <= seq.computed + 2 * BLOCK
+        engine.pool.check()
+    assert seq.tokens[length:] == expected(seq)[:21]
+    counts = engine.counts
+    assert counts.drafted_tokens == 3 * counts.accepted_tokens == 45
+    assert counts.guesses["other", 1].drafted == 3 * counts.guesses["other", 1].accepted == 15
+    engine.abort("a")
+    assert engine.pool.num_owned == 0
+
+
+def test_what_a_request_allows_bounds_all_guesses_of_a_step() -> None:
+    for most, branches in ((3, 0), (4, 1), (5, 1), (7, 2)):
+        drafter = Second()
+        drafter.bound = most
+        engine, found = make("engine", drafter, speculation_branches=4), list[Chunk]()
+        run = engine.runner.run
+
+        def seen(batch: Seq[Chunk], found: list[Chunk] = found, run: Callable[..., list[Tokens]] = run) -> list[Tokens]:
+            found += batch
+            return run(batch)
+
+        engine.runner.run = seen  # type: ignore[method-assign]
+        engine.add(sequence("a", [1, 2, 3], max_tokens=30))
+        engine.step()
+        engine.step()
+        assert found[1].guesses == min(most, 9) and len(found[1].branches) == branches
+
+
+@pytest.mark.parametrize("error", [NonFiniteLogits(["a"]), OutOfDeviceMemory("full")])
+def test_a_step_that_fails_leaves_nothing_of_its_branches(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make("engine", Second(), speculation_branches=4)
+    for name in "ab":
+        engine.add(sequence(name, [ord(name), 2, 3], max_tokens=12))
+    engine.step()
+
+    def fails(batch: Seq[Chunk]) -> list[Tokens]:
+        assert all(chunk.branches for chunk in batch)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "run", fails)
+        assert [output.failure is not None for output in engine.step()] == [True]
+    (left,) = engine.sequences.values()
+    assert engine.pool.num_owned == len(left.blocks)
+    drain(engine)
+    assert left.tokens[3:] == expected(left) and engine.pool.num_owned == 0
 
 
 @pytest.mark.parametrize(
@@ -226,3 +324,19 @@ def test_a_row_knows_the_guesses_before_it() -> None:
     assert chunk.positions == 3 and chunk.tokens == [3, 8, 9]
     assert [(row.tokens, row.output_len) for row in chunk.rows] == [([1, 2, 3], 0), ([1, 2, 3, 8], 1), ([1, 2, 3, 8, 9], 2)]
     assert Chunk(sequence("a", [1, 2, 3]), 2).rows == []
+
+
+def test_the_branch_that_says_what_was_sampled_is_the_way() -> None:
+    seq = sequence("a", [1, 2, 3])
+    seq.computed = 2
+    chunk = Chunk(seq, 1, (8, 9), (Branch((5, 6), (0,), 0), Branch((7,), (1,), 0)))
+    assert chunk.guesses == 5 and chunk.positions == 6 and chunk.tokens == [3, 8, 9, 5, 6, 7]
+    assert [row.tokens[3:] for row in chunk.rows] == [[], [8], [8, 9], [5], [5, 6], [7]]
+    for said, branch, rows in (
+        ([4, 0, 0, 6, 0, 0], None, [0]),
+        ([8, 9, 4, 6, 0, 0], None, [0, 1, 2]),
+        ([5, 9, 4, 6, 4, 0], chunk.branches[0], [0, 3, 4]),
+        ([5, 9, 4, 4, 4, 0], chunk.branches[0], [0, 3]),
+        ([7, 9, 4, 4, 4, 0], chunk.branches[1], [0, 5]),
+    ):
+        assert path(chunk, [Sampled(token) for token in said]) == (branch, rows)

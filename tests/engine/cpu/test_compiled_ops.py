@@ -145,6 +145,18 @@ def test_the_greatest_logit_is_the_one_that_the_sampler_finds(width: int) -> Non
     assert torch.equal(ids, greatest(rows))
 
 
+@pytest.mark.parametrize("width", [6, 255, 2048])
+def test_the_next_greatest_logits_follow_the_greatest(width: int) -> None:
+    rows = numbers(5, width)
+    rows[1] = torch.arange(width)
+    rows[2] = -rows[1]
+    rows[3, 1:3] = 9.0  # equals
+    rows[4, -1] = -torch.inf
+    ids = torch.zeros(5, 3, dtype=torch.int64)
+    pointwise.next_greatest(rows, ids)
+    assert torch.equal(ids, rows.sort(dim=-1, descending=True, stable=True).indices[:, 1:4])
+
+
 def test_empty_tensors_give_empty_tensors(compiled: Ops) -> None:
     x = torch.empty(0, 16)
     assert compiled.add_rms_norm(x, x, torch.ones(16), 1e-5).shape == (0, 16)

@@ -142,6 +142,7 @@ KERNELS: dict[str, Callable[..., None]] = {
     "latent_heads": pointwise.latent_heads,
     "to_logits": pointwise.to_logits,
     "greatest": pointwise.greatest,
+    "next_greatest": pointwise.next_greatest,
     "draw": draw._draw,
     "quantize": int8.quantize,
     "dequantize": int8.dequantize,
@@ -169,6 +170,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "norm_heads": (half(3, 2, 8), half(2, 8), 1e-5),
     "to_logits": (half(3, 8), torch.zeros(3, 8), 0.0),
     "greatest": (torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)),
+    "next_greatest": (torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int64)),
     "draw": (
         torch.zeros(5, 8), torch.full((3, 1), -1, dtype=torch.int32), torch.ones(3, 4), torch.ones(3, 2, dtype=torch.int64),
         torch.arange(3), torch.zeros(3, dtype=torch.int64),
@@ -176,7 +178,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "quantize": (half(3, 8), torch.zeros(3, 8, dtype=torch.uint8), torch.zeros(3)),
     "dequantize": (torch.zeros(3, 8), torch.zeros(3), half(8), half(3, 8)),
     "attend": (
-        half(4, 2, 2, 1, 4, 8), half(3, 2, 8), half(3, 2, 1, 8), half(3, 16), torch.tensor([0, 1, 2, 0, 1, 2, 1, 2, 3]),
+        half(4, 2, 2, 1, 4, 8), half(3, 2, 8), half(3, 2, 1, 8), half(3, 16), torch.tensor([0, 1, 2, 0, 1, 2, -1, -1, -1, 1, 2, 3]),
         3, 6, 8, 1, 1 << 62, 0.0, 1.0,
     ),
     "store": (half(3, 2, 1, 8), half(64, 8), torch.arange(6)),
@@ -235,7 +237,7 @@ def test_every_kernel_refuses_a_wrong_type_size_rank_or_stride(name: str, at: in
         "rank": good[None],
         "stride": longer[..., ::2],
     }
-    if (name, at) in (("attend", 4), ("attend_span", 2), ("greatest", 0), ("draw", 0)) or name.endswith("_each"):
+    if (name, at) in (("attend", 4), ("attend_span", 2), ("greatest", 0), ("draw", 0)) or name.endswith(("_each", "next_greatest")):
         del wrong["size"]  # block tables and rows of logits may have any length; `Each` checks what the tables describe
     for how, tensor in wrong.items():
         with pytest.raises(ArgumentError, match=rf"^_?{name}: "):
