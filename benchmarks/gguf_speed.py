@@ -57,6 +57,8 @@ def theirs(file: Path, threads: int) -> None:
     import llama_cpp
     import numpy as np
 
+    silent = llama_cpp.llama_log_callback(lambda level, text, _: None)
+    llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
     wanted = llama_cpp.llama_context_default_params()
