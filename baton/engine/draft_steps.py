@@ -9,7 +9,7 @@ import torch
 from baton.engine.cpu import pointwise
 from baton.engine.cpu.kernel import Repeated
 from baton.engine.cpu.recording import Arena, Recording, Unrecordable
-from baton.engine.model.attention import Decodes, Ints, Meta, PagedAttention, PagedKv, Span, plan_decodes
+from baton.engine.model.attention import Decodes, Meta, PagedAttention, PagedKv, Span, plan_decodes
 from baton.engine.model.transformer import Transformer
 
 ROWS = 16  # sequences: in larger steps, Python is a small part
@@ -38,14 +38,17 @@ class DraftSteps:
         size, first = len(spans), len(tokens[0])
         if not self._possible or size > ROWS or steps > self._most or max(map(len, tokens)) > (1 if size > 1 else ROWS):
             return None
-        whole = np.frombuffer(plan_decodes([span._replace(n=first - 1 + steps) for span in spans], self._paged), np.int64)
-        count = size * (first - 1 + steps)
-        positions, bases, _, tables = np.split(whole, [count, 2 * count, 3 * count])
-        positions, alone = positions.reshape(size, -1), np.full(size, -1)
-        before = np.arange(first) - 1 if size == 1 else alone
-        self._fill(0, positions[:, :first].ravel(), np.repeat(bases[:: first - 1 + steps], first), before, tables)
-        for step in range(1, steps):
-            self._fill(step, positions[:, first - 1 + step], bases[:: first - 1 + steps], alone, tables)
+        wide = first - 1 + steps
+        whole = np.frombuffer(plan_decodes([span._replace(n=wide) for span in spans], self._paged), np.int64)
+        count = size * wide
+        positions, bases, tables = whole[:count].reshape(size, wide), whole[count : 2 * count : wide], whole[3 * count :]
+        index, parts = self._index, [slice(part * first, (part + 1) * first) for part in range(3)]
+        if first > 1:
+            index[0, parts[0]], index[0, parts[1]], index[0, parts[2]] = positions[0, :first], 0, np.arange(first) - 1
+            index[0, 3 * first : 3 * first + len(tables)] = tables
+        later = index[first > 1 : steps]  # steps in which each sequence has one token
+        later[:, :size], later[:, size : 2 * size] = positions[:, steps - len(later) + first - 1 :].T, bases
+        later[:, 2 * size : 3 * size], later[:, 3 * size : 3 * size + len(tables)] = -1, tables
         self._tokens[0, : size * first] = list(chain.from_iterable(tokens))
         if (repeated := self._chains.get((size, steps, first))) is not None:
             repeated()
@@ -57,9 +60,6 @@ class DraftSteps:
                 return None
         found: list[list[int]] = self._tokens[1 : steps + 1, :size].T.tolist()
         return found, self._others[:size].tolist() if self._others.size else []
-
-    def _fill(self, step: int, *parts: Ints) -> None:
-        np.concatenate(parts, out=self._index[step, : sum(map(len, parts))])
 
     def _chain(self, size: int, steps: int, first: int, keys: int) -> None:
         """Computes, and records what is not recorded yet."""

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from baton.engine.core.kvcache import DraftKv, KvLayout, KvPool
 from baton.engine.core.protocol import Chunk, Tokens
+from baton.engine.core.sampling import Sampled
 from baton.engine.core.sequence import Sequence
 from baton.engine.facts.fingerprint import fingerprint
 from baton.engine.model.attention import PagedAttention, PagedKv, Span, batch_order, plan
@@ -189,16 +191,20 @@ class ModelRunner:
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         """See `Runner.run`. Raises NonFiniteLogits if logits are not finite."""
-        rows = [rows_of(chunk) for chunk in batch]
         logits, best, hidden = self._logits(batch)
-        told: list[Tokens] = [()] * len(batch)
-        if any(chunk.scored for chunk in batch):
-            logits, told = _scores(logits, batch)
-        sampled = iter(sample(logits, list(chain.from_iterable(rows)), self.eos_token_ids, best, self.model.ops.draw))
-        yields = [tuple(next(sampled) for _ in own) for own in rows]
+        told: list[Tokens] | None = None
+        if best is not None and min(best) >= 0 and all(_greedy(chunk.seq) for chunk in batch):
+            found = iter(best)  # a row for each token of the batch, for all of them are steps
+            yields = [tuple([_sampled(next(found)) for _ in range(chunk.positions)]) for chunk in batch]
+        else:
+            if any(chunk.scored for chunk in batch):
+                logits, told = _scores(logits, batch)
+            rows = [rows_of(chunk) for chunk in batch]
+            sampled = iter(sample(logits, list(chain.from_iterable(rows)), self.eos_token_ids, best, self.model.ops.draw))
+            yields = [tuple(next(sampled) for _ in own) for own in rows]
         if self.draft is not None:
             self.draft.follow(batch, hidden, yields)
-        return [(*scores, *tokens) for scores, tokens in zip(told, yields, strict=True)]
+        return yields if told is None else [(*scores, *tokens) for scores, tokens in zip(told, yields, strict=True)]
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
@@ -262,8 +268,17 @@ def _scores(logits: Tensor, batch: Seq[Chunk]) -> tuple[Tensor, list[Tokens]]:
 
 def rows_of(chunk: Chunk) -> list[Sequence]:
     """`Chunk.rows`, or for rows of which the greatest logit is the answer, whatever was said before, the sequence itself."""
-    plain = chunk.drafts and chunk.seq.matcher is None and takes_greatest(chunk.seq.params)
-    return [chunk.seq] * (1 + chunk.guesses) if plain else chunk.rows
+    return [chunk.seq] * (1 + chunk.guesses) if chunk.drafts and _greedy(chunk.seq) else chunk.rows
+
+
+def _greedy(seq: Sequence) -> bool:
+    """Whether its tokens are the likeliest ones, whatever was said before."""
+    return seq.matcher is None and takes_greatest(seq.params)
+
+
+@lru_cache(maxsize=1 << 14)
+def _sampled(token: int) -> Sampled:
+    return Sampled(token)
 
 
 def parts_of(chunk: Chunk, exact: bool) -> list[Part]:

@@ -376,6 +376,7 @@ def test_a_broken_shared_prefix_fails_all_its_users_but_no_later_request(loaded:
 def test_broken_weights_fail_only_the_sequences_that_use_them(folder: Path, loaded: ModelRunner, hold: bool, budget: int) -> None:
     """One row of the embedding is NaN: only the prompts that contain that token, early or late, get no answer."""
     broken = load_runner(ModelRunner, folder, block_size=BLOCK)
+    assert isinstance(broken.model.embedding, torch.Tensor)
     broken.model.embedding[77] = torch.nan
     engine, rng = make_engine(broken, budget=budget), random.Random(9)
     plain = [[token for token in random_tokens(rng, 25) if token != 77][:20] for _ in range(4)]

@@ -24,6 +24,7 @@ OTHERS_ASKED = 8  # known tokens between two such questions
 NEWEST_OTHER = 1 / 32  # weight of the newest in the estimate of a sequence's other choices, which are rarely right
 TRIED_IN = 128  # tokens for each token's time that a trial takes: trials of bad guesses cost less than a hundredth
 DOUBLINGS = 3  # of what lies between two trials, or two questions that had no answer
+CELLS = 32  # steps of the chances by which it is remembered how many guesses a single sequence gets
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class Paced(Drafter):
         self._paces: dict[Sequence, Pace] = {}
         self._least: dict[int, float] = {}  # rows → `least_chance`
         self._least_others: dict[int, float] = {}  # and the same of other choices
+        self._alone: dict[tuple[int, int, int], Seq[int]] = {}  # rows, and chances in parts of CELLS → what one sequence gets
         self._rest = 1  # tokens between two trials, in the step for which `most` was asked last
 
     @property
@@ -154,8 +156,7 @@ class Paced(Drafter):
                 asked[i] = pace
         if not asked:
             return ()
-        counts, drafting = [0] * len(seqs), self.drafter.drafting(len(asked))
-        worth = allot([(pace.first, pace.further) for pace in asked.values()], [self.bound] * len(asked), rows, self._step, drafting)
+        counts, worth = [0] * len(seqs), self._allot([*asked.values()], rows)
         for (i, pace), count in zip(asked.items(), worth, strict=True):
             known = len(seqs[i].tokens)
             if count:
@@ -165,7 +166,7 @@ class Paced(Drafter):
             else:
                 pace.ask_at = known + (1 << DOUBLINGS)  # it is no other sooner
         if self._others and any(max(pace.others) >= self._least_other(rows) for pace in asked.values()):
-            self._add_others(seqs, asked, worth, counts, rows, drafting)
+            self._add_others(seqs, asked, worth, counts, rows, self.drafter.drafting(len(asked)))
         return counts
 
     def _add_others(
@@ -235,6 +236,17 @@ class Paced(Drafter):
         self._paces.pop(seq, None)
         self._beside.pop(seq, None)
         self.drafter.forget(seq)
+
+    def _allot(self, paces: Seq[Pace], rows: int) -> Seq[int]:
+        chances = [(pace.first, pace.further) for pace in paces]
+        if len(chances) > 1:
+            return allot(chances, [self.bound] * len(paces), rows, self._step, self.drafter.drafting(len(paces)))
+        first, further = chances[0]
+        about = rows, int(first * CELLS), int(further * CELLS)
+        if (found := self._alone.get(about)) is None:
+            near = [((about[1] + 0.5) / CELLS, (about[2] + 0.5) / CELLS)]
+            found = self._alone[about] = allot(near, [self.bound], rows, self._step, self.drafter.drafting(1))
+        return found
 
     def _pace(self, seq: Sequence) -> Pace:
         pace = self._paces.get(seq)

@@ -82,7 +82,8 @@ class Counts:
 
     def note_guesses(self, method: str, drafted: int, accepted: int) -> None:
         for place in range(1, drafted + 1):
-            counted = self.guesses.setdefault((method, place), Guessed())
+            if (counted := self.guesses.get((method, place))) is None:
+                counted = self.guesses[method, place] = Guessed()
             counted.drafted += 1
             counted.accepted += place <= accepted
 
