@@ -27,7 +27,7 @@ from baton.engine.core.sequence import Sequence
 from baton.engine.core.step_costs import DraftCosts, Drafting
 from baton.engine.measure_steps import draft_costs
 from baton.engine.model.attention import Span
-from baton.engine.model.sampler import greatest, sample, takes_greatest
+from baton.engine.model.sampler import draws_alone, greatest, sample, takes_greatest
 from baton.engine.runner import ModelRunner, Part
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ class DraftModel(Drafter):
         self._catch_up(ends)
         near = [ask for ask in asks if len(ask.seq.tokens) - ask.seq.drafted <= FEW]
         plain = all(ask.seq.matcher is None and takes_greatest(ask.seq.params) for ask in near)
-        drafts = dict(zip((ask.seq for ask in near), self._greedy(near) if plain else self._drawn(near), strict=True))
+        drafts = dict(
+            zip((ask.seq for ask in near), self._greedy(near) if plain else self._chained(near) or self._drawn(near), strict=True)
+        )
         for seq in drafts:
             seq.drafted = len(seq.tokens)
         return [drafts.get(ask.seq, []) for ask in asks]
@@ -123,6 +125,19 @@ class DraftModel(Drafter):
         logits, best = self._last(parts)
         others: list[list[int]] = logits.topk(1 + self._others).indices[:, 1:].tolist() if self._others else []
         return [[token] for token in (greatest(logits).tolist() if best is None else best)], others
+
+    def _chained(self, asks: Seq[Ask]) -> list[Seq[int]] | None:
+        """What it draws in one call, as many guesses for each; None: draw them step by step."""
+        params = [ask.seq.params for ask in asks]
+        if self._steps is None or not asks or not all(ask.seq.matcher is None and draws_alone(ask.seq.params) for ask in asks):
+            return None
+        if self._others and any(ask.others for ask in asks):
+            return None  # a chain draws no other choices
+        parts = [part(ask.seq, len(ask.seq.tokens), 1, self._runner.takes_steps) for ask in asks]
+        if not all(each.span.steps for each in parts):
+            return None
+        found = self._steps.guesses([each.span for each in parts], [each.tokens for each in parts], min(ask.most for ask in asks), params)
+        return found and [list(takewhile(lambda token: token >= 0, draft)) for draft in found[0]]
 
     def _drawn(self, asks: Seq[Ask]) -> list[Seq[int]]:
         drafts: list[list[int]] = [[] for _ in asks]

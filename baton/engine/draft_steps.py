@@ -1,4 +1,4 @@
-"""Several steps of a model that drafts greedily, in one call: each computes the tokens that the step before it has found."""
+"""Several steps of a model that drafts, in one call: each computes the tokens that the step before it has found."""
 
 from collections.abc import Sequence as Seq
 from itertools import chain
@@ -6,12 +6,15 @@ from itertools import chain
 import numpy as np
 import torch
 
+from baton.engine.core.sampling import SamplingParams
 from baton.engine.cpu import pointwise
+from baton.engine.cpu.draw import draw_rows, filters, noise_keys
 from baton.engine.cpu.kernel import Repeated
 from baton.engine.cpu.recording import Arena, Recording, Unrecordable
 from baton.engine.model.attention import Decodes, Meta, PagedAttention, PagedKv, Span, plan_decodes
 from baton.engine.model.transformer import Transformer
 
+Key = tuple[int, int, int, bool]  # sequences, a place or the steps, tokens that wait, whether they are drawn
 ROWS = 16  # sequences: in larger steps, Python is a small part
 
 
@@ -26,15 +29,20 @@ class DraftSteps:
         self._index = np.zeros((most, ROWS * each), np.int64)  # of each step: see `Decodes.index`
         self._tokens = np.zeros((most + 1, ROWS), np.int64)  # of each step; the last are what the last one finds
         self._others = np.zeros((ROWS, others), np.int64)
-        self._recordings: dict[tuple[int, int, int], Recording[None]] = {}  # sequences, place, tokens that wait
-        self._chains: dict[tuple[int, int, int], Repeated] = {}  # sequences, steps, tokens that wait
+        self._limits, self._counts = np.zeros((ROWS, 4), np.float32), np.zeros((ROWS, 2), np.int64)  # see `draw.filters`
+        self._keys = np.zeros((most, ROWS), np.int64)  # of each step: see `draw.noise_keys`
+        self._recordings: dict[Key, Recording[None]] = {}  # by place
+        self._chains: dict[Key, Repeated] = {}  # by steps
         self._arena = Arena()
         self._possible = True
 
-    def guesses(self, spans: Seq[Span], tokens: Seq[Seq[int]], steps: int) -> tuple[list[list[int]], list[list[int]]] | None:
-        """`steps` tokens after each of `tokens`, each list of which is a span's and waits for the first step; and other choices of the
-        first of them. -1 stands where logits are not finite, and from there on. A single sequence may have several tokens that wait. None:
-        compute them step by step."""
+    def guesses(
+        self, spans: Seq[Span], tokens: Seq[Seq[int]], steps: int, params: Seq[SamplingParams] | None = None
+    ) -> tuple[list[list[int]], list[list[int]]] | None:
+        """`steps` tokens after each of `tokens`, each list of which is a span's and waits for the first step: the likeliest, or with
+        `params`, those that are drawn (see `sampler.draws_alone`); and other choices of the first of them, of the likeliest only. -1 stands
+        where logits are not finite, and from there on. A single sequence may have several tokens that wait. None: compute them step by
+        step."""
         size, first = len(spans), len(tokens[0])
         if not self._possible or size > ROWS or steps > self._most or max(map(len, tokens)) > (1 if size > 1 else ROWS):
             return None
@@ -50,41 +58,50 @@ class DraftSteps:
         later[:, :size], later[:, size : 2 * size] = positions[:, steps - len(later) + first - 1 :].T, bases
         later[:, 2 * size : 3 * size], later[:, 3 * size : 3 * size + len(tables)] = -1, tables
         self._tokens[0, : size * first] = list(chain.from_iterable(tokens))
-        if (repeated := self._chains.get((size, steps, first))) is not None:
+        if params is not None:
+            self._limits[:size], self._counts[:size] = filters(range(size), params)
+            ends = [span.start + span.n for span in spans]
+            for place in range(steps):
+                self._keys[place, :size] = noise_keys([(each.seed, end + place) for each, end in zip(params, ends, strict=True)])
+        if (repeated := self._chains.get((size, steps, first, params is not None))) is not None:
             repeated()
         else:
             try:
-                self._chain(size, steps, first, int(positions[:, first - 1].sum()) + size)
+                self._chain((size, steps, first, params is not None), int(positions[:, first - 1].sum()) + size)
             except Unrecordable:
                 self._possible = False
                 return None
         found: list[list[int]] = self._tokens[1 : steps + 1, :size].T.tolist()
         return found, self._others[:size].tolist() if self._others.size else []
 
-    def _chain(self, size: int, steps: int, first: int, keys: int) -> None:
+    def _chain(self, made: Key, keys: int) -> None:
         """Computes, and records what is not recorded yet."""
-        parts = []
+        (size, steps, first, drawn), parts = made, []
         for place in range(steps):
-            key = size, place, first if place == 0 else 1
+            key = size, place, first if place == 0 else 1, drawn
             if (recording := self._recordings.get(key)) is None:
                 recording = self._recordings[key] = self._recorded(*key, keys)
             else:
                 recording()
             parts.append(recording.replay)
-        self._chains[size, steps, first] = Repeated(before=parts)
+        self._chains[made] = Repeated(before=parts)
 
     @torch.inference_mode()
-    def _recorded(self, size: int, place: int, first: int, keys: int) -> Recording[None]:
+    def _recorded(self, size: int, place: int, first: int, drawn: bool, keys: int) -> Recording[None]:
         """What a step finds is where the next one reads it."""
         layers, count = self._model.config.attention, size * first
-        index, tokens = torch.from_numpy(self._index[place]), torch.from_numpy(self._tokens)
-        others = torch.from_numpy(self._others[:size])
+        index, tokens, noise = (torch.from_numpy(each) for each in (self._index[place], self._tokens, self._keys[place]))
+        limits, counts, others = (torch.from_numpy(each[:size]) for each in (self._limits, self._counts, self._others))
         meta = Meta(index[:count], Decodes(count, index, keys), layers, index[:0], ((),) * len(layers), self._paged.scratch(0))
 
         def step() -> None:
             logits = self._model.forward(tokens[place, :count], index[:count], PagedAttention(self._paged, meta), None)
-            pointwise.greatest(logits[first - 1 :], tokens[place + 1, :size])
-            if place == 0 and others.numel():
-                pointwise.next_greatest(logits[first - 1 :], others)
+            last, found = logits[first - 1 :], tokens[place + 1, :size]
+            if drawn:
+                draw_rows(last, limits, counts, noise[:size], found)
+            else:
+                pointwise.greatest(last, found)
+                if place == 0 and others.numel():
+                    pointwise.next_greatest(last, others)
 
         return Recording(step, self._arena)

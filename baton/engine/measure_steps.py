@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, product
 
 from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.protocol import Chunk, Runner
@@ -46,10 +46,11 @@ def step_line(runner: Runner, most: int, guesses: int) -> Line:
 def draft_costs(drafter: Drafter, most: int, block_size: int) -> DraftCosts:
     """What it takes to draft for up to `most` sequences: all that a model's drafter does in Python, too. No record refers to what it
     leaves in the pool's first blocks."""
-    params, guesses = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True), min(GUESSES, drafter.bound)
+    guesses = min(GUESSES, drafter.bound)
     blocks = list(range(-(-(3 + drafter.bound) // block_size)))
 
-    def run(sequences: int, count: int, waiting: int = 1) -> None:
+    def run(sequences: int, count: int, waiting: int = 1, temperature: float = 0.0) -> None:
+        params = SamplingParams(max_tokens=2, temperature=temperature, ignore_eos=True)
         seqs = [Sequence(f"measured{i}", [0] * 3, 1, params, b"", computed=2, drafted=3 - waiting, blocks=blocks) for i in range(sequences)]
         drafter.propose([Ask(seq, count) for seq in seqs])
 
@@ -58,8 +59,8 @@ def draft_costs(drafter: Drafter, most: int, block_size: int) -> DraftCosts:
 
     one = line(1)
     costs = DraftCosts(one, line(guesses), guesses) if guesses > 1 else DraftCosts(one)
-    for waiting in (1, 2):
-        run(1, drafter.bound, waiting)  # a recorded step is slow when it is computed first
+    for waiting, temperature in product((1, 2), (0.0, 1.0)):
+        run(1, drafter.bound, waiting, temperature)  # a recorded step is slow when it is computed first
     return costs
 
 

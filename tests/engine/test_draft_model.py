@@ -230,7 +230,8 @@ def drained(engine: Engine) -> Iterator[Output]:
         yield from engine.step()
 
 
-def test_several_steps_in_one_call_guess_what_single_steps_guess() -> None:
+@pytest.mark.parametrize("way", [{}, {"temperature": 0.8, "top_k": 40, "seed": 3}])
+def test_several_steps_in_one_call_guess_what_single_steps_guess(way: dict[str, Any]) -> None:
     """One sequence, whose last guess often waits to be computed, and several, which want unequal numbers."""
     counted = []
     for chained in (True, False):
@@ -247,14 +248,14 @@ def test_several_steps_in_one_call_guess_what_single_steps_guess() -> None:
         drafter._steps = made if chained else None
         said = []
         for crowd in (1, 3):
-            seqs = [sequence(f"{crowd}{i}", prompt(8 + i), max_tokens=60 + 3 * i) for i in range(crowd)]
+            seqs = [sequence(f"{crowd}{i}", prompt(8 + i), max_tokens=60 + 3 * i, **way) for i in range(crowd)]
             for seq in seqs:
                 engine.add(seq)
             finish(engine)
             said += [seq.tokens for seq in seqs]
         assert (calls[0] > 20) == chained
-        places = {(size, place) for size, place, _ in made._recordings}
-        waiting = {first for size, _, first in made._recordings if size == 1}
+        places = {(size, place) for size, place, *_ in made._recordings}
+        waiting = {first for size, _, first, _ in made._recordings if size == 1}
         assert len(made._recordings) == len(places) + len(waiting) - 1 or not chained, "each step is recorded once"
         counted.append((said, engine.counts))
     assert counted[0] == counted[1] and counted[0][1].accepted_tokens > 100

@@ -12,12 +12,13 @@ import math
 from collections.abc import Sequence as Seq
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numba import njit
 from torch import Tensor
 
 from baton.engine.core.masks import WORD, Words, stacked
-from baton.engine.core.sampling import GOLDEN, GREEDY_BELOW, MIXERS, noise_key
+from baton.engine.core.sampling import GOLDEN, GREEDY_BELOW, MIXERS, SamplingParams, noise_key
 from baton.engine.core.sequence import Sequence
 from baton.engine.cpu.kernel import floats, int32s, int64s, kernel
 from baton.engine.cpu.primitives import SUMS, exp, magnitude, share
@@ -32,14 +33,28 @@ STEP, MIX, MIX_MORE = np.uint64(GOLDEN), *(np.uint64(each) for each in MIXERS)
 
 def draw(scores: Tensor, rows: Seq[int], seqs: Seq[Sequence], forms: Seq[Words | None]) -> list[int]:
     """A `baton.engine.model.sampler.Draw` of float32 scores."""
-    params = [seq.params for seq in seqs]
-    limits = np.array([(p.temperature if p.temperature >= GREEDY_BELOW else 0.0, p.top_p, p.min_p, p.top_a) for p in params], np.float32)
-    counts = np.array([(row, p.top_k) for row, p in zip(rows, params, strict=True)], np.int64)
-    keys = np.array([noise_key(seq.params.seed, len(seq.tokens)) for seq in seqs], np.uint64).view(np.int64)
+    limits, counts = filters(rows, [seq.params for seq in seqs])
+    keys = noise_keys([(seq.params.seed, len(seq.tokens)) for seq in seqs])
     ids = np.empty(len(rows), np.int64)
     allowed = None if (words := stacked(forms, scores.shape[1])) is None else torch.from_numpy(words)
     _draw(scores.contiguous(), allowed, *(torch.from_numpy(each) for each in (limits, counts, keys, ids)))
     return ids.tolist()
+
+
+def filters(rows: Seq[int], params: Seq[SamplingParams]) -> tuple["npt.NDArray[np.float32]", "npt.NDArray[np.int64]"]:
+    """`limits` and `counts` of the kernel."""
+    limits = np.array([(p.temperature if p.temperature >= GREEDY_BELOW else 0.0, p.top_p, p.min_p, p.top_a) for p in params], np.float32)
+    return limits, np.array([(row, p.top_k) for row, p in zip(rows, params, strict=True)], np.int64)
+
+
+def noise_keys(places: Seq[tuple[int, int]]) -> "npt.NDArray[np.int64]":
+    """Of (seed, position)."""
+    return np.array([noise_key(seed, position) for seed, position in places], np.uint64).view(np.int64)
+
+
+def draw_rows(scores: Tensor, limits: Tensor, counts: Tensor, keys: Tensor, ids: Tensor) -> None:
+    """Draws `ids` `[r]`, none of which is greedy or has a form; nothing but the kernel's call, so it can be recorded."""
+    _draw(scores, None, limits, counts, keys, ids)
 
 
 @njit

@@ -68,8 +68,16 @@ def greatest(logits: Tensor) -> Tensor:
 
 def takes_greatest(p: SamplingParams) -> bool:
     """Whether the greatest logit alone is the answer."""
-    adjusts = p.logit_bias or p.min_tokens or p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
-    return p.temperature < GREEDY_BELOW and p.logprobs is None and not adjusts
+    return p.temperature < GREEDY_BELOW and p.logprobs is None and not _adjusts(p)
+
+
+def draws_alone(p: SamplingParams) -> bool:
+    """Whether a token is drawn from the logits as they are, whatever was said before."""
+    return p.temperature >= GREEDY_BELOW and not _adjusts(p)
+
+
+def _adjusts(p: SamplingParams) -> bool:
+    return bool(p.logit_bias or p.min_tokens or p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty)
 
 
 @torch.inference_mode()
