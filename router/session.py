@@ -6,6 +6,7 @@ something: the others reached no process.
 
 import asyncio
 import itertools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Self, TypeVar
@@ -19,6 +20,7 @@ from router.workers import Died
 
 COMMANDS_AT_ONCE = 64  # in one message
 TOKENS_AT_ONCE = 8192  # of the prompts in one message; a longer prompt travels alone
+log = logging.getLogger(__name__)
 NOT_CONNECTED = "failed to connect"  # gRPC's words for a call that was never sent: nothing listens there
 E = TypeVar("E")  # an event
 
@@ -92,6 +94,10 @@ class Session(Generic[E]):
                     await self._stream.write(self._commands(commands=commands))
         except (grpc.RpcError, asyncio.InvalidStateError):
             pass  # the reader reports why
+        except Exception as error:  # a fault of ours: nothing more would be sent, and all calls would wait for their deadlines
+            log.exception("cannot send to %s", self._worker)
+            self._lose(BatonError(Reason.INTERNAL, f"the router cannot send to {self._worker}: {error!r}"))
+            self._stream.cancel()
 
     def _next(self) -> list[Any]:
         """Takes the oldest commands, for one message; none if those that waited were taken back."""

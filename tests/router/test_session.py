@@ -172,6 +172,16 @@ async def test_a_lost_stream_ends_all_its_calls_and_says_which_its_worker_has_se
             await call(made)
 
 
+async def test_a_message_that_cannot_be_made_ends_all_calls_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with session() as (made, stream):
+        ended: list[Any] = []
+        made._commands = lambda commands: 1 / 0
+        with made.start(pb.PrefillCommand(start=pb.PrefillStart()), 1, 60.0, lambda call, event: ended.append(event)):
+            await asyncio.sleep(0.01)
+        (error,) = ended
+        assert isinstance(error, BatonError) and error.reason is Reason.INTERNAL and made.lost and not stream.written
+
+
 async def test_a_closed_session_leaves_no_task_and_no_timer() -> None:
     before = asyncio.all_tasks()
     async with session() as (made, _):
