@@ -70,7 +70,7 @@ class HeadDrafter(Drafter):
         self._costs = DraftCosts()
         self._numbers: dict[Sequence, int] = {}  # of sequences whose states are kept
         self._kept, self._kept_rows = deque[Kept](), 0
-        self._unasked = 0  # rows since the last question
+        self._unasked = KEPT + 1  # rows since the last question; at first, nothing is kept for one
         self._next = 0  # number
 
     @classmethod
@@ -95,10 +95,14 @@ class HeadDrafter(Drafter):
         ops = self._head.ops
         self._paged = PagedKv(kv, self.kv.value_dim, ops.attention(""), None, DTYPES[self.kv.dtype])
 
-    @torch.inference_mode()
     def follow(self, batch: Seq[Chunk], hidden: Tensor | None, yields: Seq[Tokens]) -> None:
         """See `Companion`. Decodes wait: where nothing is guessed, a step must cost no more than without a head."""
         assert hidden is not None, "the runner gives them to who reads them"
+        if self._unasked <= KEPT or [chunk for chunk in batch if chunk.n > 1 or chunk.seq.hold]:
+            self._follow(batch, hidden, yields)
+
+    @torch.inference_mode()
+    def _follow(self, batch: Seq[Chunk], hidden: Tensor, yields: Seq[Tokens]) -> None:
         rows = list(_rows(batch))
         if prompts := [(chunk, row) for chunk, row in zip(batch, rows, strict=True) if chunk.n > 1 or chunk.seq.hold]:
             before = list[Tensor]()
@@ -148,6 +152,7 @@ class HeadDrafter(Drafter):
     def measure(self, most: int) -> DraftCosts:
         """Measures what it takes for up to `most` sequences."""
         self._costs = draft_costs(self, most, self._block_size)
+        self._unasked = KEPT + 1
         return self._costs
 
     def _say(self, logits: Tensor, seqs: Seq[Sequence]) -> list[Sampled]:

@@ -183,7 +183,7 @@ def test_it_guesses_what_plain_torch_guesses(family: str, every: int, deepseek: 
     path, folder = (SHIPPED, tale_head) if family == "tale" else (deepseek, deepseek)
     runner = load_runner(ModelRunner, path, products="baton")
     drafter, rng = Once.load(runner, path, folder, "auto", 8), random.Random(1)
-    drafter.every = every
+    drafter.every, drafter._unasked = every, 0  # as after a guess
     model = transformers_model(path)
     naive = (naive_tale if family == "tale" else naive_deepseek)(model, folder)
     engine = engine_of(runner, drafter)
@@ -208,6 +208,7 @@ def test_a_step_in_which_nothing_is_guessed_computes_nothing_for_it(tale_head: P
 
     drafter._head.keys = counted  # type: ignore[method-assign, assignment]
     engine = engine_of(runner, Paced(drafter, 8, Line(((1, 1.0), (2, 3.0)))))
+    drafter._unasked = 0
     for i in range(4):
         engine.add(sequence(f"s{i}", [9 + i] * 9, max_tokens=100))
     while not engine.idle:

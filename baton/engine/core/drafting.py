@@ -18,12 +18,13 @@ from baton.engine.core.speculation import NOTHING_OFFERED, PREDICTION, UNASKED, 
 from baton.engine.core.step_costs import ASSUMED, Drafting, Line, Other, allot, allot_others, least_chance
 
 FIRST_ACCEPTANCE = 0.6  # of a method of which nothing is known
-NEWEST, NEWEST_OF_ALL = 1 / 8, 1 / 64  # weight of the newest verified token in the estimate of a sequence, and of the method
+NEWEST, NEWEST_OF_ALL = 1 / 8, 1 / 16  # weight of the newest verified token in the estimate of a sequence, and of the method
 FIRST_OTHER = 0.1  # how often the second choice of such a method is right; the third half as often, and so on
 OTHERS_ASKED = 8  # known tokens between two such questions
-NEWEST_OTHER = 1 / 32  # weight of the newest in the estimate of a sequence's other choices, which are rarely right
+NEWEST_OTHER, NEWEST_OTHER_OF_ALL = 1 / 32, 1 / 64  # the same of other choices, which are rarely right
 TRIED_IN = 128  # tokens for each token's time that a trial takes: trials of bad guesses cost less than a hundredth
 DOUBLINGS = 3  # of what lies between two trials, or two questions that had no answer
+MARGIN = 1.25  # what a guess must bring for what it takes: the engine's own work for it is not in what was measured
 CELLS = 32  # steps of the chances by which it is remembered how many guesses a single sequence gets
 
 
@@ -120,6 +121,7 @@ class Paced(Drafter):
         self._beside: dict[Sequence, tuple[int, list[int]]] = {}  # in this step: guesses, and those of other choices, if any is worth it
         self.name = drafter.name
         self._step = step
+        self._margin = 1.0 if step is ASSUMED else MARGIN
         self._usual = [FIRST_ACCEPTANCE, FIRST_ACCEPTANCE]  # of the method, as in `Pace`: what is expected of a new sequence
         self.bound = min(bound, drafter.bound)
         self._paces: dict[Sequence, Pace] = {}
@@ -215,7 +217,7 @@ class Paced(Drafter):
             for rank, token in enumerate(pace.offered):
                 right = float(token == sampled[0].token)
                 pace.others[rank] += NEWEST_OTHER * (right - pace.others[rank])
-                self._usual_others[rank] += NEWEST_OF_ALL * (right - self._usual_others[rank])
+                self._usual_others[rank] += NEWEST_OTHER_OF_ALL * (right - self._usual_others[rank])
             pace.offered = ()
         self.drafter.study(seq, drafts, sampled)
 
@@ -238,7 +240,7 @@ class Paced(Drafter):
         self.drafter.forget(seq)
 
     def _allot(self, paces: Seq[Pace], rows: int) -> Seq[int]:
-        chances = [(pace.first, pace.further) for pace in paces]
+        chances = [(pace.first / self._margin, pace.further) for pace in paces]
         if len(chances) > 1:
             return allot(chances, [self.bound] * len(paces), rows, self._step, self.drafter.drafting(len(paces)))
         first, further = chances[0]
@@ -268,7 +270,7 @@ class Paced(Drafter):
 
     def _least_chance(self, rows: int) -> float:
         if (least := self._least.get(rows)) is None:
-            least = self._least[rows] = least_chance(rows, self._step, self.drafter.drafting(rows))
+            least = self._least[rows] = self._margin * least_chance(rows, self._step, self.drafter.drafting(rows))
         return least
 
 
@@ -294,7 +296,7 @@ class Chosen(Drafter):
 
     def most(self, seqs: Seq[Sequence], rows: int) -> Seq[int]:
         self._worth = {}
-        if all(seq.params.speculation is UNASKED for seq in seqs):  # nearly always, and a step of a small model is short
+        if not [seq for seq in seqs if seq.params.speculation is not UNASKED]:  # nearly always, and a step of a small model is short
             return self._methods[self._default].most(seqs, rows) if self._default in self._methods else ()
         names, counts = [self._names(seq) for seq in seqs], [0] * len(seqs)
         for name, drafter in self._methods.items():

@@ -323,7 +323,7 @@ class Scheduler:
 
     def _add_guesses(self, plan: Schedule, budget: int, drafter: Drafter) -> None:
         """Gives the decodes guesses out of what is left of the budget. Nobody loses a block for a guess."""
-        rows = sum(chunk.n for chunk in plan.chunks)
+        rows = sum([chunk.n for chunk in plan.chunks])
         budget = min(budget, self.limits.speculation_batch_tokens - rows)
         single = [i for i, chunk in enumerate(plan.chunks) if chunk.n == 1]
         if not single or budget <= 0:
