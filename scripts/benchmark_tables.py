@@ -146,6 +146,19 @@ def conversation() -> str:
 PARTS = ("cached", "fetched", "computed")
 
 
+def tiers() -> str:
+    found = load("tiers")
+    base = median(row["ttft_ms"][0] for row in found["returns"]["none"])
+    table = []
+    for name, rows in found["returns"].items():
+        middle = median(row["ttft_ms"][0] for row in rows)
+        ends = [pick(row["ttft_ms"][end] for row in rows) for pick, end in ((min, 1), (max, 2))]
+        useless = f"{found['useless'][name]['of_sums']:.3f}" if name in found["useless"] else "1"
+        hits = f"{median(row['hit_rate'] for row in rows):.0%}"
+        table.append([name, _middle([middle, *ends]), f"{middle / base:.2f}", hits, useless])
+    return markdown(["tiers", "TTFT P50 of a returning conversation, ms", "of none", "not computed", "CPU if nothing returns"], table)
+
+
 def doors() -> str:
     found = load("doors")["doors"]
     rows = {
@@ -406,6 +419,7 @@ TABLES |= {
         serving,
         live,
         conversation,
+        tiers,
         doors,
         big_prompts,
         grpc_servers,
