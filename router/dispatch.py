@@ -368,7 +368,13 @@ class Dispatcher:
         if sought is not None:
             scored = request.params.prompt_logprobs is not None
             prompt = Prompt(request.tokens, request.prompt_len, request.keys, request.tenant, request.salt, scored)
-            trace.uncached = self._explainer.explain(prompt, sought, trace.cached_tokens)
+            found = trace.uncached = self._explainer.explain(prompt, sought, trace.cached_tokens)
+            if found.promised and sought.broken == "stale":  # what others compute, lend or load is another matter
+                self._compare(sought.worker, found.promised, trace.cached_tokens)
+
+    def _compare(self, worker: Identity, promised: int, delivered: int) -> None:
+        if self._model.trust.note(*worker, promised, delivered, self._clock()):
+            log.warning("%s lacks most of what it is thought to cache: its promises count for less", worker[0])
 
     def _open(
         self, request: Request, started: Started, handle: bytes, first: "asyncio.Future[int] | None" = None

@@ -47,6 +47,7 @@ def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, trac
         of_workers(lambda record: record.load.credit_tokens - view.members.unreported_decode_tokens(record.name)),
     )
     book.read("baton_router_worker_waiting_tokens", of_workers(lambda record: view.members.prefill_tokens(record.name, loop_time())))
+    book.read("baton_router_worker_trust_ratio", of_workers(lambda record: view.trust_in(record.name, loop_time())))
     book.read("baton_kv_usage_ratio", lambda: {} if (share := kv_usage(view)) is None else share)
     book.read("baton_kv_cache_info", lambda: _kv_cache(view))
     book.read("baton_registry_reachable", lambda: int(watch.registry_reachable))

@@ -182,6 +182,7 @@ class Journal:
         self._prompt_tokens = book.counter("baton_router_prompt_tokens_total")
         self._output_tokens = book.counter("baton_router_output_tokens_total")
         self._cached_tokens = book.counter("baton_router_cached_tokens_total")
+        self._promised_tokens = book.counter("baton_router_promised_tokens_total")
         self._uncached = book.counters("baton_router_uncached_tokens_total")
         self._choices = book.counters("baton_router_choices_total")
         self._bypasses = book.counters("baton_router_bypasses_total")
@@ -370,8 +371,10 @@ class Journal:
             self._prompt_tokens.inc(request.prompt_len)
             self._prompt_length.observe(request.prompt_len)
             self._cached_tokens.inc(trace.cached_tokens)
-        for cause, tokens in trace.uncached.causes if trace.uncached else ():
-            self._uncached[cause].inc(tokens)
+        if trace.uncached is not None:
+            self._promised_tokens.inc(trace.uncached.promised)
+            for cause, tokens in trace.uncached.causes:
+                self._uncached[cause].inc(tokens)
         self._output_tokens.inc(request.made)
         for choice in trace.choices:
             self._choices[choice].inc()

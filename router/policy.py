@@ -76,6 +76,11 @@ class Held:
 
     device: Mapping[str, int]
     anywhere: Mapping[str, int]  # in its pool or its tiers; empty: these do not count
+    trust: Mapping[str, float]  # the share of that which counts (`router.trust`), if not all
+
+    def counted(self, name: str, blocks: int, block_size: int) -> float:
+        """Tokens."""
+        return blocks * block_size * self.trust.get(name, 1.0) if self.trust else blocks * block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,7 @@ def choose_prefill(
     if not workers:
         return Bypass("no prefill worker")
     if decoder is not None:
-        missing = prompt_tokens - decoder.overlap * model.members.record(decoder.name).block_size
+        missing = prompt_tokens - held.counted(decoder.name, decoder.overlap, model.members.record(decoder.name).block_size)
         if missing <= terms.bypass_tokens:
             return Bypass("cached" if prompt_tokens > terms.bypass_tokens else "short")
     most = _most_cached(model, held.device, exclude, tie) if terms.fetch_tokens else None
@@ -181,18 +186,20 @@ def _most_cached(model: ServedModel, overlaps: Mapping[str, int], exclude: Colle
 
 
 def _held(model: ServedModel, keys: Sequence[bytes], now: float, terms: Terms) -> Held:
-    return Held(model.index.overlap(keys, now), model.index.reach(keys) if terms.load_tokens else {})
+    return Held(model.index.overlap(keys, now), model.index.reach(keys) if terms.load_tokens else {}, model.trust.shares(now))
 
 
 def _prefill_choice(worker: WorkerRecord, held: Held, waiting: float, prompt_tokens: int, most: Cached | None, terms: Terms) -> Choice:
     """The cheapest of computing, loading and fetching."""
     overlap, size = held.device.get(worker.name, 0), worker.block_size
     blocks, more, reason, source = overlap, 0, "cached prefix" if overlap else "least work", None
-    if (reach := held.anywhere.get(worker.name, 0)) * size - terms.load_tokens > overlap * size:
-        blocks, more, reason = reach, terms.load_tokens, "loaded prefix"
-    if most is not None and most.blocks * size - terms.fetch_tokens > blocks * size - more:
-        blocks, more, reason, source = most.blocks, terms.fetch_tokens, "fetched prefix", most
-    return Choice(worker.name, blocks, waiting + more + max(0, prompt_tokens - blocks * size), reason, source)
+    counted = held.counted(worker.name, overlap, size)
+    reach = held.anywhere.get(worker.name, 0)
+    if (reached := held.counted(worker.name, reach, size)) - terms.load_tokens > counted:
+        blocks, more, reason, counted = reach, terms.load_tokens, "loaded prefix", reached
+    if most is not None and (fetched := held.counted(most.worker, most.blocks, size)) - terms.fetch_tokens > counted - more:
+        blocks, more, reason, source, counted = most.blocks, terms.fetch_tokens, "fetched prefix", most, fetched
+    return Choice(worker.name, blocks, waiting + more + max(0, prompt_tokens - counted), reason, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +217,7 @@ def _choose_decode(
     if not workers:
         return None
     if model.prefill_workers():
-        held = Held(held.device, {})  # who decodes gets the KV of the prompt: it loads nothing
+        held = Held(held.device, {}, held.trust)  # who decodes gets the KV of the prompt: it loads nothing
     open_ = [_candidate(model, worker, held, terms) for worker in workers if worker.load.waiting < terms.max_queue]
     if not open_:
         return Saturated()
@@ -236,7 +243,8 @@ def _takes(model: ServedModel, candidate: _Candidate, longest: int) -> bool:
 
 def _candidate(model: ServedModel, worker: WorkerRecord, held: Held, terms: Terms) -> _Candidate:
     overlap, size = held.device.get(worker.name, 0), worker.block_size
-    known = max(overlap * size, held.anywhere.get(worker.name, 0) * size - terms.load_tokens)
+    reached = held.counted(worker.name, held.anywhere.get(worker.name, 0), size)
+    known = max(held.counted(worker.name, overlap, size), reached - terms.load_tokens)
     credit = worker.load.credit_tokens - model.members.unreported_decode_tokens(worker.name)
     promised = worker.kv_blocks * size - credit
     return _Candidate(worker.name, overlap, promised + worker.load.waiting_tokens - terms.overlap_weight * known, credit)

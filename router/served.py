@@ -10,6 +10,7 @@ from baton.cluster.records import RoleName, WorkerRecord
 from baton.engine.core.speculation import NOTHING_OFFERED, Offer
 from router.members import Members
 from router.prefix_index import PrefixIndex
+from router.trust import Trust
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class ServedModel:
         self.tokenizer_fingerprint = tokenizer_fingerprint
         self.members = members  # of the whole cluster
         self.index = PrefixIndex()
+        self.trust = Trust()
         self.served: Served | None = None  # None until the first decode worker is ready
         self._workers: dict[str, int] = {}  # this model's members, fit or not → incarnation
         self._misfits: dict[str, str] = {}  # those that do not fit → field
@@ -91,6 +93,7 @@ class ServedModel:
         known, self._workers = self._workers, {record.name: record.incarnation for record in workers}
         for name in known.keys() - self._workers.keys():
             self.index.forget(name)
+            self.trust.forget(name)
         for name, incarnation in self._workers.items():
             if known.get(name) != incarnation:
                 self.index.join(name, incarnation)

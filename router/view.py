@@ -67,6 +67,11 @@ class ClusterView:
         """Members whose cache is not exactly known."""
         return [name for model in self.models.values() for name in model.index.needing_snapshot()]
 
+    def trust_in(self, name: str, now: float) -> float:
+        """See `Trust.shares`."""
+        model = self.model_of(name)
+        return model.trust.shares(now).get(name, 1.0) if model else 1.0
+
     def sweep(self, most: int) -> None:
         """See `PrefixIndex.sweep`: for each model."""
         for model in self.models.values():

@@ -144,6 +144,10 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric("baton_router_cached_tokens_total", "counter", "tokens", ROUTER, "Prompt tokens whose KV was cached instead of computed."),
     Metric(
+        "baton_router_promised_tokens_total", "counter", "tokens", ROUTER,
+        "Prompt tokens that the chosen worker was thought to cache, or to fetch; the cached ones came.",
+    ),
+    Metric(
         "baton_router_uncached_tokens_total", "counter", "tokens", ROUTER,
         "Prompt tokens that were computed, by why they were not cached.", {"cause": tuple(UNCACHED)},
     ),
@@ -225,6 +229,11 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         "baton_router_worker_waiting_tokens", "gauge", "tokens", ROUTER,
         "Uncached prompt tokens waiting on this worker, as far as the router knows.",
+        {"worker": OPEN, "role": WORKERS},
+    ),
+    Metric(
+        "baton_router_worker_trust_ratio", "gauge", "ratio", ROUTER,
+        "Share of what this worker is thought to cache that counts when workers are chosen: what it kept of such promises lately.",
         {"worker": OPEN, "role": WORKERS},
     ),
     # Engine
