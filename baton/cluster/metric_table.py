@@ -172,10 +172,10 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         "baton_router_paths_total", "counter", "requests", ROUTER,
         "Successful requests by how the KV of their prompt came to the decode worker, and why if it was not handed over.",
-        {"path": ("handoff", "bypass", "recomputed"), "why": ("", *BYPASSES, *REASONS)},
+        {"way": ("handoff", "bypass", "recomputed"), "why": ("", *BYPASSES, *REASONS)},
     ),
     Metric(
-        "baton_router_split_alarm", "gauge", "alarms", ROUTER,
+        "baton_router_split_alarm", "gauge", "1", ROUTER,
         "1 while the cluster is set up to hand prompts over, and most that are worth it are not, or by another transport.",
     ),
     Metric(
