@@ -8,6 +8,7 @@ from typing import Any
 from host_pool import carry
 
 from baton.engine.core.block_key import root_key
+from baton.engine.core.colder import Tiers
 from baton.engine.core.contract import CacheEvent, Facts, Listener, ServingEngine
 from baton.engine.core.engine import Output
 from baton.engine.core.sampling import SamplingParams
@@ -89,7 +90,7 @@ class Bench:
                 await asyncio.sleep(0.01)
 
 
-async def started(options: Options) -> Bench:
+async def started(options: Options, tiers: Tiers | None = None) -> Bench:
     made = Bench()
     listener = Listener(
         lambda outputs: made.outputs.extend(outputs),
@@ -97,5 +98,5 @@ async def started(options: Options) -> Bench:
         lambda error: made.failures.append(error),
         lambda *batch: made.batches.append(batch),
     )
-    made.engine = await start_engine(options, listener)
+    made.engine = await start_engine(options, listener, tiers=tiers)
     return made
