@@ -30,6 +30,11 @@ def process_name(role: str) -> str:
     return given or f"{role}-{socket.gethostname().partition('.')[0][:40]}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
+def lasting_name(role: str) -> str:
+    """One that the next process in the place of this one has again: what it left on a disk is found by it."""
+    return os.environ.get("BATON_WORKER_NAME") or role
+
+
 def draw_incarnation() -> int:
     """A number that grows from one process of a name to the next: microseconds since the epoch."""
     return time.time_ns() // 1000

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def make_tiers(config: TiersConfig, name: str) -> Tiers | None:
-    """`name`: of the worker; a worker that is started again with it finds what it had kept on a disk."""
+    """`name`: of the folder on a disk (`lasting_name`)."""
     if not config.any:
         return None
     return Tiers(lambda layout: _stores(config, name, layout), Policy(config.save == "at_once", config.wait_s))

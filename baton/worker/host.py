@@ -29,7 +29,7 @@ from baton.cluster.gpu_watch import GpuWatch
 from baton.cluster.guard import Guard
 from baton.cluster.health import HealthServer
 from baton.cluster.lifecycle import Stage, Stop, move
-from baton.cluster.membership import Membership, draw_incarnation, process_name
+from baton.cluster.membership import Membership, draw_incarnation, lasting_name, process_name
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.records import BlockEvent, Load, RoleName, WorkerRecord, WorkerState
@@ -131,7 +131,7 @@ class Host:
             os.environ.setdefault(*SLEEP_SOON)  # read when torch is loaded, which is now
         listener = Listener(self._on_step, self._on_cache, self._stop.fail, self._on_batch)
         given = await asyncio.to_thread(options, self.config, self.pool_config.gpus)  # it asks a driver
-        self._tiers = tiers = make_tiers(self.config.tiers, self.name)
+        self._tiers = tiers = make_tiers(self.config.tiers, lasting_name(self.role))
         self.engine = engine = await start_engine(given, listener, starting.tell, tiers)
         self._closers.push_async_callback(engine.close)
         if tiers is not None:

@@ -9,6 +9,7 @@ import pytest
 from tiered import UNIT, Tiered, make_seq, tiered, until
 
 from baton.cluster.config_engine import TiersConfig
+from baton.cluster.membership import lasting_name
 from baton.cluster.metrics import Book
 from baton.engine.build import BuildError
 from baton.engine.core.block_key import DISK, HOST, REMOTE
@@ -73,6 +74,20 @@ async def test_a_worker_of_the_same_name_finds_what_it_kept_and_another_does_not
         assert (await say(t, "b", 1)).prefilled == 0
     async with tiered(blocks=64, tiers=made("prefill-1", **keys)) as t:
         assert (await say(t, "c", 1)).prefilled == 32
+
+
+async def test_a_folder_is_named_by_the_launcher_or_by_the_role_and_serves_one_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name with a number of the process would leave a folder behind at every start."""
+    monkeypatch.setenv("BATON_WORKER_NAME", "decode-3")
+    assert lasting_name("decode") == "decode-3"
+    monkeypatch.delenv("BATON_WORKER_NAME")
+    keys: dict[str, Any] = {"disk": str(tmp_path), "disk_mib": 8}
+    async with tiered(blocks=64, tiers=made(lasting_name("decode"), **keys)):
+        assert [path.name for path in tmp_path.iterdir()] == ["decode"]
+        with pytest.raises(ValueError, match=r"tiers\.disk: .*decode.* used by"):
+            made("decode", **keys)._make(KvLayout("m", "float32", 16, 1, 1, 64))
 
 
 async def test_workers_share_what_is_in_an_object_store(tmp_path: Path) -> None:
