@@ -101,6 +101,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 top=1.0,
             ),
             Panel("Blocks", "short", (("sum by (role, state) (baton_kv_blocks)", "{{role}} {{state}}"),), stacked=True),
+            Panel("Tiers: seconds saved less spent, in ten minutes", "s", (("sum by (medium) (baton_tier_gain_seconds)", "{{medium}}"),)),
             Panel("Handoffs", "ops", rate("baton_handoffs_total", "transport, outcome"), stacked=True),
             Panel("Bytes moved", "Bps", rate("baton_handoff_read_bytes_sum", "transport")),
             Panel("Read, p90", "s", quantiles("baton_handoff_read_duration_seconds", 0.9, by="transport")),
