@@ -114,11 +114,16 @@ class Admission:
         self.pace = Pace()
         self._overload = overload
         self._inside: dict[str, int] = {}  # request → its places
-        self.inflight = 0  # all of these
+        self.inflight = 0  # places, all of these
         self._waiting: dict[str, _Waiter] = {}  # in order of arrival
         self._lines: dict[int, _Line] = {}  # by priority
         self._standing_since: float | None = None  # when the first of consecutive waits longer than the target was noted
         self._refusals: deque[float] = deque(maxlen=65536)  # times of the recent refusals
+
+    @property
+    def requests(self) -> int:
+        """That are served: each has one place or several."""
+        return len(self._inside)
 
     @property
     def queued(self) -> int:

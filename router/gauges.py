@@ -31,7 +31,7 @@ def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, trac
         sent_to = {record.name for record in (*view.prefill_workers(), *view.decode_workers())}
         return {(record.name, record.role): int(record.name in sent_to) for record in view.members.records()}
 
-    book.read("baton_router_requests_in_flight", lambda: admission.inflight)
+    book.read("baton_router_requests_in_flight", lambda: admission.requests)
     book.read("baton_router_requests_queued", lambda: admission.queued)
     book.read("baton_router_unread_bytes", lambda: readers.unread_bytes())
     book.read("baton_router_stalled_total", lambda: {(door,): count() for door, count in readers.stalled.items()})

@@ -67,7 +67,7 @@ class Live:
 
     async def sample(self) -> None:
         await in_slices(self._journal.follow, [*self._journal.open_entries])
-        self._journal.sample(self._admission.inflight, self._admission.queued, kv_usage(self._view))
+        self._journal.sample(self._admission.requests, self._admission.queued, kv_usage(self._view))
         self._note_workers(self._clock())
 
     async def look(self, alone: bool = False) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Live:
             "clock": now,
             "model": record.model_name,
             "router": {
-                "inflight": self._admission.inflight,
+                "inflight": self._admission.requests,
                 "queued": self._admission.queued,
                 "degraded": journal.degradation.level,
                 "alarm": journal.split.alarm,

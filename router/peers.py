@@ -47,7 +47,9 @@ class Peers:
             except RegistryUnavailable as error:
                 log.debug("cannot look for other routers: %s", error)
             others = self.others
-            admission.elsewhere = Elsewhere(1 + len(others), sum(one.inflight for one in others), sum(one.queued for one in others))
+            admission.elsewhere = Elsewhere(
+                1 + len(others), sum(one.places or one.inflight for one in others), sum(one.queued for one in others)
+            )
             await self._forget({record.endpoints.get("admin", "") for record in self.others})
             await asyncio.sleep(LOOK_EVERY_S)
 

@@ -225,8 +225,9 @@ class RouterProcess:
             host=socket.gethostname(),
             endpoints=self._endpoints,
             model_name=self._model_name,
-            inflight=self._admission.inflight,
+            inflight=self._admission.requests,
             queued=self._admission.queued,
+            places=self._admission.inflight,
         )
 
     def _recommended(self) -> Recommended:

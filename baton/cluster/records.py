@@ -127,6 +127,7 @@ class RouterRecord:
     model_name: str
     inflight: Count = 0  # requests that it is serving
     queued: Count = 0  # requests that wait there for admission
+    places: Count = 0  # that its requests have taken, at least one each; a router that does not tell them counts each as one
 
     def to_json(self) -> bytes:
         return _ROUTER.dump_json(self)

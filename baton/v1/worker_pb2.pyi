@@ -824,7 +824,7 @@ class Start(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., step: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., unit: _Optional[str] = ..., cpu_s: _Optional[float] = ...) -> None: ...
 
 class RouterInfo(_message.Message):
-    __slots__ = ("name", "incarnation", "pid", "host", "endpoints", "model_name", "inflight", "queued")
+    __slots__ = ("name", "incarnation", "pid", "host", "endpoints", "model_name", "inflight", "queued", "places")
     class EndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -840,6 +840,7 @@ class RouterInfo(_message.Message):
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     INFLIGHT_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     pid: int
@@ -848,7 +849,8 @@ class RouterInfo(_message.Message):
     model_name: str
     inflight: int
     queued: int
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., model_name: _Optional[str] = ..., inflight: _Optional[int] = ..., queued: _Optional[int] = ...) -> None: ...
+    places: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., model_name: _Optional[str] = ..., inflight: _Optional[int] = ..., queued: _Optional[int] = ..., places: _Optional[int] = ...) -> None: ...
 
 class RouterStatus(_message.Message):
     __slots__ = ("pid", "inflight", "queued", "registry", "alarm")

@@ -315,7 +315,7 @@ def state(name: str, at: float, attainment: float | None = None, **outcomes: int
     return {
         "clock": at, "model": "toy", "workers": [{"name": "d0", "requests": {"decode": 1}}],
         "routers": [{"name": "router-0"}, {"name": "router-1"}],
-        "router": {"inflight": 2, "queued": 1, "degraded": len(name) % 2, "registry": "reachable", "requests": {"queue": 1}},
+        "router": {"inflight": 2, "queued": 1, "degraded": len(name) % 2, "registry": "reachable", "requests": {"queue": 1}, "alarm": name * (name > "b")},
         "requests": [{"request_id": f"open {name}", "age": at}], "recent": [{"request_id": f"ended {name}", "at": at}], "errors": [error],
         "totals": {"outcomes": outcomes, "prompt_tokens": 10, "met": 1}, "slo": {"objectives": {}, "attainment": attainment},
     }  # fmt: skip
@@ -323,7 +323,7 @@ def state(name: str, at: float, attainment: float | None = None, **outcomes: int
 
 def test_the_states_of_all_routers_become_one() -> None:
     told = merge_looks(state("a", 5.0, 1.0, ok=3), [state("b", 9.0, 0.5, ok=1, failed=2), state("c", 7.0)])
-    assert told["router"] == {"inflight": 6, "queued": 3, "degraded": 1, "registry": "reachable", "requests": {"queue": 3}}
+    assert told["router"] == {"inflight": 6, "queued": 3, "degraded": 1, "registry": "reachable", "requests": {"queue": 3}, "alarm": "c"}
     assert told["workers"] == [{"name": "d0", "requests": {"decode": 3}}]
     assert [request["request_id"] for request in told["requests"]] == ["open b", "open c", "open a"]
     assert [record["request_id"] for record in told["recent"]] == ["ended b", "ended c", "ended a"]
