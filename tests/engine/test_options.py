@@ -41,7 +41,13 @@ def test_options_are_set_by_their_names_and_checked() -> None:
     assert made.engine.kv_memory_bytes == 1 << 19 and EngineOptions().kv_memory_bytes is None
     changed = made.but(dtype="auto", compiled=False)
     assert changed.model.dtype == "auto" and not changed.engine.compiled and changed.engine.block_size == 32 and made.engine.compiled
-    wrong: list[dict[str, Any]] = [{"block_sise": 16}, {"block_size": 0}, {"dtype": "int8"}, {"kv_memory_mib": float("nan")}]
+    wrong: list[dict[str, Any]] = [
+        {"block_sise": 16},
+        {"block_size": 0},
+        {"dtype": "int8"},
+        {"kv_dtype": "int3"},
+        {"kv_memory_mib": float("nan")},
+    ]
     for keys in wrong:
         with pytest.raises(ValidationError, match=next(iter(keys))):
             Options.of(Path("folder"), **keys)

@@ -1,23 +1,29 @@
 """KV that is stored in another type than the model computes in is one more layout: the runner, the pool and a handoff are the same."""
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import quality
 import torch
+from tokenizers import Tokenizer
 
 from baton.cluster.errors import BatonError
-from baton.engine.build import pool_bytes
+from baton.engine.build import BuildError, build, pool_bytes
 from baton.engine.choice import load_runner
 from baton.engine.core.kvcache import DraftKv, KvLayout, KvPool
-from baton.engine.core.protocol import Chunk
+from baton.engine.core.protocol import Chunk, NonFiniteLogits
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
+from baton.engine.model import attention
 from baton.engine.model.kv_views import views
 from baton.engine.options import Options
 from baton.engine.runner import ModelRunner
+from baton.models.make_small import make_toy
+from baton.models.train.evaluate import held_out, recall_question
 from kvtransfer.exporter import check_layout
 
 TALE = Path(__file__).resolve().parents[3] / "baton" / "models" / "tale"
@@ -34,7 +40,7 @@ def runner(stored: str, **keys: Any) -> ModelRunner:
 
 
 def sequence(tokens: list[int], blocks: list[int]) -> Sequence:
-    return Sequence("a", list(tokens), len(tokens), SamplingParams(max_tokens=9), b"", blocks=blocks)
+    return Sequence(str(blocks[0]), list(tokens), len(tokens), SamplingParams(max_tokens=9), b"", blocks=blocks)
 
 
 def compute(runner: ModelRunner, seq: Sequence, *chunks: int) -> list[torch.Tensor]:
@@ -147,6 +153,64 @@ def test_a_pool_of_int8_holds_up_to_four_times_as_many_tokens() -> None:
             blocks[dtype, kind] = pool_bytes(asked) // layout.block_bytes
     assert blocks["float32", "int8"] == blocks["bfloat16", "int8"]
     assert blocks["float32", "int8"] > 3.5 * blocks["float32", "auto"] and blocks["bfloat16", "int8"] > 1.75 * blocks["bfloat16", "auto"]
+
+
+def test_a_scale_that_is_no_number_fails_its_sequence_alone() -> None:
+    made = runner("int8", compiled=True)
+    seqs = [sequence(list(range(40, 61)), blocks) for blocks in ([0, 1, 2], [3, 4, 5])]
+    made.run([Chunk(seq, 21) for seq in seqs])
+    for seq in seqs:
+        seq.computed = 21
+        seq.tokens.append(50)
+    scales = views(made.layout, torch.from_numpy(made.pool.array))["scales"]
+    scales[4, 0, 0, 0, 3] = torch.nan
+    with pytest.raises(NonFiniteLogits) as caught:
+        made.run([Chunk(seq, 1) for seq in seqs])
+    assert caught.value.sequence_ids == ["3"]
+
+
+def test_what_drafts_keeps_its_kv_in_its_own_type_and_changes_no_token() -> None:
+    prompt, said = list(range(40, 85)), []
+    for method in ("none", "draft"):
+        engine = build(Options.of(TALE, kv_dtype="int8", speculation=method, kv_memory_mib=32, max_num_seqs=2, threads=1)).engine
+        seq = Sequence("a", list(prompt), len(prompt), SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), b"")
+        engine.add(seq)
+        while not engine.idle:
+            engine.step()
+        said.append(seq.tokens)
+    layout = engine.runner.layout
+    assert layout.draft is not None and (layout.stored, layout.draft.dtype) == ("int8", "float32")
+    assert said[0] == said[1] and engine.counts.accepted_tokens > 0
+
+
+def reader(**keys: Any) -> ModelRunner:
+    made = load_runner(ModelRunner, TALE, block_size=quality.BLOCK, **keys)
+    made.attach(KvPool(made.layout, 130))
+    return made
+
+
+def lost(rounded: ModelRunner, texts: list[list[int]]) -> tuple[float, float]:
+    """KL divergence from float KV, per token, and the share of greedy choices that differ."""
+    sums = quality.compare({"float": reader(), "rounded": rounded}, texts)["rounded"]
+    return sums["kl"] / sums["count"], 1 - sums["same"] / sums["count"]
+
+
+def test_int8_changes_hardly_a_prediction_and_forgets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.from_file(str(TALE / "tokenizer.json"))
+    texts = [ids.tolist()[:400] for ids in islice(held_out(tokenizer), 2)]
+    kl, changed = lost(reader(kv_dtype="int8"), texts)
+    assert kl < 5e-4 and changed < 0.03
+    monkeypatch.setattr(attention, "INT8", 3.0)  # control: seven levels are too few
+    assert lost(reader(kv_dtype="int8", compiled=False), texts)[0] > 5e-3
+    asked = [recall_question(tokenizer, 1800, trial)[:2] for trial in range(4)]
+    plain, rounded = ([quality.recalls(made, *each) for each in asked] for made in (reader(), reader(kv_dtype="int8")))
+    assert rounded == plain and sum(plain) >= 2
+
+
+def test_the_toy_refuses_kv_that_is_rounded(tmp_path: Path) -> None:
+    make_toy(tmp_path)
+    with pytest.raises(BuildError, match=r"^engine\.kv_dtype: the toy"):
+        build(Options.of(tmp_path, kv_dtype="int8", kv_memory_mib=4))
 
 
 def test_workers_with_unlike_kv_name_the_field() -> None:
