@@ -126,23 +126,41 @@ def _divide(sums, dim, totals, out):
             put(out, g * dim + d, sums[g, d] / totals[g])
 
 
-def _scale(scores, scales, table, first, count, start, apart, block_size):
-    """Multiplies by the scales of the keys or values from position `first` on, if they have any. `start`: where those of the head begin in
-    block 0 of the pool; `apart`: from block to block."""
+def _scale(scores, scales, table, first, count, where, room):
+    """Multiplies by the scales of the keys or values from position `first` on, if they have any. `where`: where those of the head begin in
+    block 0 of the pool, how far it is from block to block, and tokens of a block; `room`: for as many."""
 
 
 @overload(_scale)
-def _scale_by(scores, scales, table, first, count, start, apart, block_size):
-    def scale(scores, scales, table, first, count, start, apart, block_size):
+def _scale_by(scores, scales, table, first, count, where, room):
+    def scale(scores, scales, table, first, count, where, room):
+        start, apart, block_size = where
         i, block, slot = 0, first // block_size, first % block_size
         while i < count:
             base, some = table[block] * apart + start + slot, min(block_size - slot, count - i)
-            for g in range(len(scores)):
-                for j in range(some):
-                    scores[g, i + j] *= scales[base + j]
+            for j in range(some):
+                room[i + j] = scales[base + j]
             i, block, slot = i + some, block + 1, 0
+        for g in range(len(scores)):
+            for i in range(count):
+                scores[g, i] *= room[i]
 
-    return scale if has_any(scales) else lambda scores, scales, table, first, count, start, apart, block_size: None
+    return scale if has_any(scales) else lambda scores, scales, table, first, count, where, room: None
+
+
+def _fetch_scales(scales, table, first, count, where):
+    """Prefetches what `_scale` will read: a line or two in each block, which no processor can predict."""
+
+
+@overload(_fetch_scales)
+def _fetch_scales_of(scales, table, first, count, where):
+    def fetch(scales, table, first, count, where):
+        start, apart, block_size = where
+        for block in range(first // block_size, (first + count - 1) // block_size + 1):
+            for slot in range(0, block_size, LINE // 4):
+                prefetch(scales, table[block] * apart + start + slot)
+
+    return fetch if has_any(scales) else lambda scales, table, first, count, where: None
 
 
 def keep(pool, scales, numbers, slot, spot):
@@ -172,7 +190,7 @@ def attend_tokens(pool, scales, given, places, shape, how):
     most = _whole(min(window, positions.max() + 1))
     at = np.empty(most, np.int64)  # where the keys of a sequence for head 0 begin in the pool
     query = np.zeros((group, _padded(dim)), np.float32)
-    scores = np.empty((group, most), np.float32)
+    scores, factors = np.empty((group, most), np.float32), np.empty(0 if scales is None else most, np.float32)
     totals, sums = np.empty(group, np.float32), np.empty((group, _padded(value_dim)), np.float32)
     me, threads = team()
     found, done, total = -1, 0, (positions.sum() + size) * kv_heads
@@ -197,15 +215,19 @@ def attend_tokens(pool, scales, given, places, shape, how):
                     spot = table[positions[token] // block_size] * scales_apart + (layer * rows + row) * block_size + offset
                     keep(pool, scales, kv[new : new + dim], slot + row * head_size, spot)
                 token, seen = before[token], seen - 1
+            of_keys = (layer * rows + head) * block_size, scales_apart, block_size
+            of_values = (layer * rows + last) * block_size, scales_apart, block_size
+            _fetch_scales(scales, table, length - count, count, of_keys)
+            _fetch_scales(scales, table, length - count, count, of_values)
             _scale_queries(q[b * q_apart + head * group * dim :], dim, scale, query)
             _score(pool, at, key, count, dim, query, scores)
-            _scale(scores, scales, table, length - count, count, (layer * rows + head) * block_size, scales_apart, block_size)
+            _scale(scores, scales, table, length - count, count, of_keys, factors)
             _fetch(pool, at, value, value_dim, 0, min(AHEAD, count))
             for g in range(group):
                 totals[g] = weigh(scores[g], count, softcap)
             if head + 1 < kv_heads:
                 _fetch(pool, at, key + head_size, dim, 0, min(AHEAD, count))
-            _scale(scores, scales, table, length - count, count, (layer * rows + last) * block_size, scales_apart, block_size)
+            _scale(scores, scales, table, length - count, count, of_values, factors)
             _sum_values(pool, at, value, count, value_dim, scores, sums)
             _divide(sums, value_dim, totals, out[(b * heads + head * group) * value_dim :])
 
