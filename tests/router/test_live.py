@@ -315,7 +315,8 @@ def state(name: str, at: float, attainment: float | None = None, **outcomes: int
     return {
         "clock": at, "model": "toy", "workers": [{"name": "d0", "requests": {"decode": 1}}],
         "routers": [{"name": "router-0"}, {"name": "router-1"}],
-        "router": {"inflight": 2, "queued": 1, "degraded": len(name) % 2, "registry": "reachable", "requests": {"queue": 1}, "alarm": name * (name > "b")},
+        "router": {"inflight": 2, "queued": 1, "degraded": len(name) % 2, "registry": "reachable", "requests": {"queue": 1},
+                   "alarm": name * (name > "b")},
         "requests": [{"request_id": f"open {name}", "age": at}], "recent": [{"request_id": f"ended {name}", "at": at}], "errors": [error],
         "totals": {"outcomes": outcomes, "prompt_tokens": 10, "met": 1}, "slo": {"objectives": {}, "attainment": attainment},
     }  # fmt: skip
