@@ -37,8 +37,8 @@ class Branch:
 class Chunk:
     """Compute the KV of `seq.tokens[seq.computed : seq.computed + n]`, and then of the guesses `drafts`; `seq.blocks` has room for all.
 
-    One chunk per sequence and batch, `n >= 1`; with drafts it samples, and with branches n is 1. The runner changes nothing in `seq` but
-    `drafted`.
+    One chunk per sequence and batch, `n >= 1`; with drafts it samples, and with branches n is 1 and that token is output. The runner
+    changes nothing in `seq` but `drafted`.
     """
 
     seq: Sequence

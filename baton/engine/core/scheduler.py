@@ -344,7 +344,10 @@ class Scheduler:
             budget -= plan.chunks[i].guesses
 
     def _branches(self, plan: Schedule, seq: Sequence, tree: Tree, most: int) -> tuple[Branch, ...]:
-        """Other guesses, of `most` tokens together, as far as there are blocks. Each owns those that it does not share, until `choose`."""
+        """Other guesses, of `most` tokens together, as far as there are blocks. Each owns those that it does not share, until `choose`.
+        None beside the last token of a prompt, which is computed as a part of the prompt, while branches are steps of the output."""
+        if seq.computed < seq.prompt_len:
+            return ()
         shared, made, firsts = (seq.computed + 1) // self.block_size, list[Branch](), {tree[0]}
         for drafts in tree.others[: self.limits.speculation_branches - 1]:
             drafts = drafts[:most]
