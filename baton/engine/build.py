@@ -47,8 +47,9 @@ def check(options: Options) -> None:
         raise BuildError("engine.batch_invariant is a mode of vLLM; set engine.kind to vllm")
     if options.engine.speculation in BESIDE and options.engine.kind == "baton" and options.engine.device != "cpu":
         raise BuildError(f"engine.speculation: {options.engine.speculation} needs engine.device cpu")
-    if options.engine.draft_model is not None and options.engine.speculation not in BESIDE:
-        raise BuildError(f"engine.draft_model: needs engine.speculation {' or '.join(BESIDE)}")
+    for key, given in (("draft_model", options.engine.draft_model is not None), ("draft_dtype", options.engine.draft_dtype != "auto")):
+        if given and options.engine.speculation not in BESIDE:
+            raise BuildError(f"engine.{key}: needs engine.speculation {' or '.join(BESIDE)}")
     branches, method = options.engine.speculation_branches, options.engine.speculation
     if branches > 1 and (options.engine.kind != "baton" or options.engine.device != "cpu"):
         raise BuildError(f"engine.speculation_branches: {branches} needs engine.kind baton and engine.device cpu")

@@ -36,7 +36,7 @@ from baton.engine.model.head import Head
 from baton.engine.model.kv_views import DTYPES
 from baton.engine.model.quantised.config import read_scheme
 from baton.engine.model.sampler import sample
-from baton.engine.runner import ModelRunner
+from baton.engine.runner import ROUNDED, ModelRunner
 
 ALONE = "BatonHead"  # as architecture: a folder that holds a head alone
 KEPT = 1024  # hidden states, of all sequences
@@ -59,8 +59,8 @@ class HeadDrafter(Drafter):
     other_tokens = 1
 
     def __init__(self, head: Head, fingerprint: str, layout: KvLayout, eos: frozenset[int], bound: int, others: int = 0) -> None:
-        """`fingerprint`: of the head's folder. `layout`: the model's. `bound`: tokens of a draft at most; `others`: so many other choices
-        of its first token are told."""
+        """`fingerprint`: of the head's folder, and of how its matrices are rounded. `layout`: the model's. `bound`: tokens of a draft at
+        most; `others`: so many other choices of its first token are told."""
         self._head, self._eos = head, eos
         self._others = others
         self.bound = bound
@@ -85,7 +85,7 @@ class HeadDrafter(Drafter):
         config = replace(with_head(runner.model.config, inner), scheme=scheme)
         checkpoint = Checkpoint(folder, config, head=True)
         head = Head(runner.model, config, checkpoint.matrix, checkpoint.__contains__, weight_dtype)
-        return cls(head, fingerprint(folder), runner.layout, runner.eos_token_ids, bound, others)
+        return cls(head, fingerprint(folder) + ROUNDED[weight_dtype], runner.layout, runner.eos_token_ids, bound, others)
 
     @property
     def remembered(self) -> int:

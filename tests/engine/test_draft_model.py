@@ -337,6 +337,7 @@ def test_the_draft_beside_the_model_is_taken_and_has_its_part_of_the_pool(pair: 
     [
         ({"draft_model": "nowhere"}, "engine.draft_model: .*nowhere"),
         ({"speculation": "none", "draft_model": "m-draft"}, "engine.draft_model: needs engine.speculation draft"),
+        ({"speculation": "lookahead", "draft_dtype": "int8"}, "engine.draft_dtype: needs engine.speculation draft"),
         ({"device": "cuda"}, "engine.speculation: draft needs engine.device cpu"),
         ({"device": "cuda", "speculation": "prompt_lookup", "speculation_branches": 2}, "engine.speculation_branches: .*engine.device cpu"),
         ({"kind": "vllm", "speculation": "prompt_lookup", "speculation_branches": 2}, "engine.speculation_branches: .*engine.kind baton"),

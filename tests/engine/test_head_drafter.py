@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -268,6 +269,13 @@ def test_its_kv_is_handed_over_with_the_models(tale_head: Path) -> None:
     while not decode.idle:
         decode.step()
     assert seq.tokens == whole.tokens and decode.counts.drafted_tokens > 10
+
+
+def test_kv_of_other_bytes_has_another_fingerprint() -> None:
+    """A rounded head writes other KV than the same head as it is: no worker, and no tier, takes one for the other."""
+    runner = load_runner(ModelRunner, SHIPPED, products="baton")
+    kinds = {kind: HeadDrafter.load(runner, SHIPPED, SHIPPED.with_name("tale-head"), kind, 8).kv for kind in ("auto", "int8", "int4")}
+    assert len({replace(runner.layout, draft=kv).fingerprint for kv in kinds.values()}) == len(kinds)
 
 
 def test_a_search_finds_the_same_and_nothing_of_its_beams_is_remembered(tale_head: Path) -> None:
