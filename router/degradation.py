@@ -101,10 +101,10 @@ class Degradation:
     def _lower(self, ask: Ask, offer: Offer) -> tuple[Ask, Lost]:
         told = []
         for measure in self.measures:
-            if measure.kind == "speculation" and offer.methods[:1] != (NONE,):
+            if measure.kind == "speculation" and _guessed(ask, offer):
                 ask = replace(ask, speculation=replace(UNASKED, method=NONE), predicted_text=None)
                 told.append(f"speculation: none, {self._why}")
-            elif measure.kind == "max_tokens":
+            elif measure.kind == "max_tokens" and not ask.output_so_far:  # it may have more already
                 asked = ask.sampling
                 most = asked.default_max_tokens if asked.max_tokens is None else asked.max_tokens
                 if most > measure.value:
@@ -118,3 +118,9 @@ class Degradation:
     def _why(self) -> str:
         """Why the level was entered stays true until it is left."""
         return "because too many requests lately did not meet their objectives"
+
+
+def _guessed(ask: Ask, offer: Offer) -> bool:
+    """Whether anything would be guessed for it: where no method is in force, a prediction still is used."""
+    predicted = ask.predicted_text is not None or bool(ask.speculation.prediction)
+    return predicted or (ask.speculation.method or offer.methods[0]) != NONE

@@ -100,6 +100,27 @@ def test_a_level_takes_what_it_names_and_says_so() -> None:
         degradation.serve(Ask(text="x", priority=1), NOTHING)
 
 
+def test_a_prediction_is_a_guess_and_who_asks_for_none_loses_nothing() -> None:
+    degradation, predicting = Degradation(Rules(LEVELS[:1])), Offer((NONE, "prediction"), 8)
+    degradation.level = 1
+    for asked in (Ask(text="x", predicted_text="y"), Ask(text="x", speculation=Speculation("", None, (1, 2)))):
+        served, told = degradation.serve(asked, predicting)
+        assert served == Ask(text="x", speculation=Speculation(NONE)) and len(told) == 1
+    assert degradation.serve(Ask(text="x"), predicting) == (Ask(text="x"), ())
+    unguessed = Ask(text="x", speculation=Speculation(NONE))
+    assert degradation.serve(unguessed, DRAFTING) == (unguessed, ())
+
+
+def test_an_output_that_is_brought_without_a_receipt_may_be_longer_than_the_level_allows() -> None:
+    """It would be refused as malformed else, which it is not."""
+    degradation = Degradation(Rules(LEVELS))
+    degradation.level = 3
+    asked = Ask(text="x", output_so_far=[1] * 150, sampling=AskSampling(max_tokens=500))
+    assert degradation.serve(asked, NOTHING) == (asked, ())
+    with pytest.raises(BatonError, match="of priority 1 are refused"):
+        degradation.serve(replace(asked, priority=1), NOTHING)
+
+
 @pytest.mark.parametrize(
     "texts", [["fewer"], ["max_tokens=0"], ["max_tokens=5", "max_tokens=5"], ["speculation", "speculation"], ["priority="]]
 )
