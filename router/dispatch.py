@@ -69,7 +69,7 @@ class Dispatcher:
         self._poison = Poison()
         self._log = RequestLog(log)
         self._life = Life(workers, config.hang_s)
-        self._explainer = Explainer(model, config.fetch_tokens, caching)
+        self._explainer = Explainer(model, config.fetch_tokens, config.load_tokens, caching)
         self._choosing = Choosing(model, config, self.conduct, clock, max_queue)
 
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:

@@ -74,16 +74,16 @@ class Prompt:
 class Explainer:
     """For the prompts of one model."""
 
-    def __init__(self, model: ServedModel, fetch_tokens: int, caching: bool) -> None:
-        """`fetch_tokens`: see `router.policy.Terms`. `caching`: whether the workers keep what they computed."""
+    def __init__(self, model: ServedModel, fetch_tokens: int, load_tokens: int, caching: bool) -> None:
+        """`fetch_tokens`, `load_tokens`: see `router.policy.Terms`. `caching`: whether the workers keep what they computed."""
         self._model = model
-        self._fetch_tokens = fetch_tokens
+        self._fetch_tokens, self._load_tokens = fetch_tokens, load_tokens
         self._caching = caching
         self._history = History()
 
     def seek(self, found: Choice, bypass: bool, keys: Sequence[bytes], failed: Collection[Identity]) -> Sought:
         """Call it before the prompt is predicted where it is sent; see `seek`."""
-        return seek(self._model, found, bypass, keys, failed, self._fetch_tokens)
+        return seek(self._model, found, bypass, keys, failed, self._fetch_tokens, self._load_tokens)
 
     def explain(self, asked: Prompt, sought: Sought, delivered: int) -> Uncached:
         """The prompt was computed, `delivered` tokens of it came from a cache."""
@@ -168,6 +168,7 @@ def seek(
     keys: Sequence[bytes],
     failed: Collection[Identity],
     fetch_tokens: int,
+    load_tokens: int,
 ) -> Sought:
     """What is known when `found` is chosen to compute the prompt of these full blocks; for a bypass it is a decode worker. Call it before
     the prompt is predicted there."""
@@ -184,7 +185,10 @@ def seek(
     if reachable == promised:
         return Sought(identity, promised, reachable, broken)
     gain = (reachable - promised) * record.block_size
-    dearer = gain <= fetch_tokens or not fetch_tokens or most.worker == found.worker  # in its own tiers
+    if most.worker == found.worker:  # in its own tiers; who decodes loads from them, too, where that was not what it was chosen for
+        own: Cause = "unloaded" if found.source is None and gain > load_tokens else "dearer"
+        return Sought(identity, promised, reachable, broken, own, most.worker)
+    dearer = gain <= fetch_tokens or not fetch_tokens
     elsewhere = _why_elsewhere(model, most.worker, found.worker, bypass, failed, dearer)
     return Sought(identity, promised, reachable, broken, elsewhere, most.worker)
 

@@ -4,10 +4,13 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from caching_router import BLOCK, FULL, PROMPT, World, prompt_of
 from fake_workers import Fault
 
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.records import BlockEvent
+from baton.engine.core.block_key import DISK
 from baton.uncached import UNCACHED
 from router.uncached import History, Sought, Uncached, explain
 
@@ -89,6 +92,16 @@ async def test_what_a_decode_worker_holds_is_moved_only_if_that_pays_and_it_lend
     assert found.causes == (("unlent", 128), ("new", 64), ("partial", 8))
     _, found = await decoder_holds(World(fetch_tokens=32)).ask(PROMPT)
     assert found.causes == (("unfetched", 128), ("new", 64), ("partial", 8)) and found.promised == 128, "the stand-in fetches nothing"
+
+
+@pytest.mark.parametrize(("names", "holder"), [("p0 d0", "p0"), ("d0", "d0")])
+async def test_what_a_worker_keeps_in_its_tiers_and_did_not_load(names: str, holder: str) -> None:
+    """The stand-in loads nothing. A decode worker that computes the prompt loads from its tiers, too."""
+    for load_tokens, cause in ((64, "unloaded"), (128, "dearer")):
+        world = World(names, load_tokens=load_tokens)
+        world.view.apply(BlockEvent(holder, 1, 1, "stored", tuple(world.keys(PROMPT)[:8]), DISK))
+        _, found = await world.ask(PROMPT)
+        assert found.causes == ((cause, 128), ("new", 64), ("partial", 8)) and found.reachable == 128
 
 
 async def test_what_was_promised_and_not_delivered() -> None:
