@@ -62,6 +62,7 @@ MOVES = Moves(
 @dataclass(frozen=True, slots=True)
 class Adopted:
     handoff: Handoff
+    cached_tokens: int = 0  # of a prompt that is computed here
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class Call:
     span: Span = NO_SPAN
     ahead: Ahead = field(default_factory=Ahead)  # for the calls that begin with this one
     forked: bool = False  # it begins with another
+    told: bool = False  # how much of its prompt was cached
     state: CallState = CallState.ARRIVED
     fetch: Fetch | None = None  # what was opened and is not settled
     filling: list[int] = field(default_factory=list)  # blocks that the engine gave up and the fetch may still write into

@@ -77,8 +77,9 @@ def to_message(call_id: int, event: Event) -> pb.DecodeEvent:
             return pb.DecodeEvent(call_id=call_id, hypothesis=to_hypothesis(event))
         case Searched(tokens):
             return pb.DecodeEvent(call_id=call_id, searched=tokens)
-        case Adopted(handoff):
-            return pb.DecodeEvent(call_id=call_id, adopted=pb.Adopted(handoff=pb.HandoffFacts(**asdict(handoff))))
+        case Adopted(handoff, cached):
+            adopted = pb.Adopted(handoff=pb.HandoffFacts(**asdict(handoff)), cached_tokens=cached)
+            return pb.DecodeEvent(call_id=call_id, adopted=adopted)
         case Finished():
             finished = pb.DecodeFinished(
                 reason=to_finish(event.finish),

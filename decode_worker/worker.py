@@ -143,6 +143,9 @@ class DecodeWorker:
                 call.fail(failure(output))
                 call.end()
                 continue
+            if output.sampled is not None and not (call.told or call.handle is not None or call.forked):
+                call.told = True
+                call.emit(Adopted(Handoff(), output.seq.cached))  # now: its reader may have enough before the end
             for event in events:
                 call.emit(event)
             if output.finish is not None:

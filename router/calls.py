@@ -121,7 +121,7 @@ def _to_event(message: worker_pb2.DecodeEvent | BatonError) -> Scores | Searched
         raise message
     match message.WhichOneof("event"):
         case "adopted":
-            return Adopted(Handoff(**plain(message.adopted.handoff)))
+            return Adopted(Handoff(**plain(message.adopted.handoff)), message.adopted.cached_tokens)
         case "prompt_logprobs":
             return Scores(tuple(map(_to_prompt_token, message.prompt_logprobs.tokens)))
         case "searched":

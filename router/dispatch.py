@@ -318,6 +318,7 @@ class Dispatcher:
                     if isinstance(event, Adopted):
                         trace.handoff += event.handoff
                         self.conduct.handed_over(holder, worker, event.handoff)
+                        self._note_whole(request, event.cached_tokens, started)
                         yield event
                         continue
                     stride.come(len(event), self._clock())
@@ -352,9 +353,14 @@ class Dispatcher:
 
     def _note_end(self, request: Request, ended: Ended, started: Started) -> None:
         request.trace.handoff.recomputed_tokens += ended.recomputed_tokens
-        if started.whole_prompt:  # its cache is the one that counts
-            self._note_cached(request, ended.cached_tokens, started.sought)
+        self._note_whole(request, ended.cached_tokens, started)
         request.finish = ended.finish
+
+    def _note_whole(self, request: Request, cached_tokens: int, started: Started) -> None:
+        """Once, for a call that computes the prompt: its cache is the one that counts."""
+        if started.whole_prompt:
+            started.whole_prompt = False
+            self._note_cached(request, cached_tokens, started.sought)
 
     def _seek(self, request: Request, choice: Choice, failed: set[Identity], bypass: bool) -> Sought:
         served = self._model.served

@@ -45,6 +45,7 @@ PrefillEvent = Opened | FirstToken
 @dataclass(frozen=True, slots=True)
 class Adopted:
     handoff: Handoff
+    cached_tokens: int = 0  # of a prompt that was computed there without a handoff. An older worker tells them at the end alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Why tokens of a prompt were computed: each planted cause is named, and the tokens of all causes add up."""
 
 import random
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,6 +139,21 @@ async def test_a_prompt_that_the_decode_worker_computes() -> None:
     await world.first(PROMPT)
     request, found = await world.ask([*PROMPT, 1, 2])
     assert request.trace.prefill_worker == "" and found.causes == (("partial", 10),) and request.trace.cached_tokens == FULL
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_a_client_that_has_enough_before_the_end_is_told_too(early: bool) -> None:
+    """After a stop string, say. An older worker tells what was cached at the end, which nobody waits for then."""
+    world = World("d0")
+    await world.first(PROMPT)
+    world.workers.tells_early = early
+    request = world.request([*PROMPT, 1, 2], max_tokens=9)
+    async with aclosing(world.dispatcher.generate(request)) as batches:
+        await anext(batches)
+    trace = request.trace
+    assert (trace.cached_tokens, trace.uncached and trace.uncached.causes) == ((FULL, (("partial", 10),)) if early else (0, None))
+    _, found = await world.ask([*PROMPT, 1, 2])
+    assert found.causes == (("partial", 10),), "told once, early or at the end"
 
 
 def test_the_causes_always_add_up() -> None:

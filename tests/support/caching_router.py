@@ -11,6 +11,7 @@ from typing import Any
 from fake_workers import MODEL, TOKENIZER, FakeWorkers, record
 
 from baton.cluster.config_router import RouterConfig
+from baton.cluster.handoff import Handoff
 from baton.cluster.records import WorkerRecord
 from baton.engine.core.block_key import extend_keys, root_key
 from baton.engine.core.sampling import SamplingParams
@@ -19,7 +20,7 @@ from router.dispatch import Dispatcher
 from router.request import Request, Stopwatch, Trace
 from router.uncached import Uncached
 from router.view import ClusterView
-from router.workers import Ended, FirstToken, PrefillEvent
+from router.workers import Adopted, Ended, FirstToken, PrefillEvent
 
 BLOCK = 16
 SOME_PARAMS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -30,6 +31,7 @@ class Caching(FakeWorkers):
 
     def __init__(self) -> None:
         super().__init__()
+        self.tells_early = True  # what a decode worker found cached: an older one tells it at the end alone
         self.delivers: Callable[[str, Request], int] = lambda worker, request: 0
 
     async def prefill(self, worker: WorkerRecord, request: Request, *args: Any, **kwargs: Any) -> AsyncGenerator[PrefillEvent, None]:
@@ -37,6 +39,8 @@ class Caching(FakeWorkers):
             yield replace(event, cached_tokens=self.delivers(worker.name, request)) if isinstance(event, FirstToken) else event
 
     async def tokens(self, known: list[int], request: Request, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        if self.tells_early and len(known) == request.prompt_len:
+            yield Adopted(Handoff(), self.delivers("d0", request))
         async for event in super().tokens(known, request, *args, **kwargs):
             yield replace(event, cached_tokens=self.delivers("d0", request)) if isinstance(event, Ended) else event
 
@@ -75,10 +79,13 @@ class World:
             known -= 1
         return known * BLOCK
 
-    async def ask(self, prompt: list[int], salt: str = "", tenant: str = "", **params: Any) -> tuple[Request, Uncached]:
+    def request(self, prompt: list[int], salt: str = "", tenant: str = "", **params: Any) -> Request:
         clock = asyncio.get_running_loop().time
         name, asked = f"r{next(self.numbers)}", replace(SOME_PARAMS, **params)
-        request = Request(name, list(prompt), len(prompt), asked, salt, clock() + 10, Trace(Stopwatch(clock)), tenant=tenant)
+        return Request(name, list(prompt), len(prompt), asked, salt, clock() + 10, Trace(Stopwatch(clock)), tenant=tenant)
+
+    async def ask(self, prompt: list[int], salt: str = "", tenant: str = "", **params: Any) -> tuple[Request, Uncached]:
+        request = self.request(prompt, salt, tenant, **params)
         async for _ in self.dispatcher.generate(request):
             pass
         found = request.trace.uncached

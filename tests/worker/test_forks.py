@@ -118,6 +118,19 @@ async def test_a_prompt_that_the_worker_computes_itself_is_computed_once() -> No
         assert p.engines[1].counts.computed_tokens == len(PROMPT) + 11 + 3 * 12
 
 
+async def test_what_was_cached_of_a_prompt_that_is_computed_here_is_told_before_its_first_token() -> None:
+    """By the call that it was computed for: its reader may have enough before the end."""
+    async with pair() as p:
+        for cached in (False, True):
+            async with talking(p) as talk:
+                talk.commands.put_nowait([start(PROMPT, [1, 2, 3])])
+                await talk.ended(*range(CHOICES))
+            assert talk.kinds(0)[:2] == ["adopted", "token"] and talk.kinds(0).count("adopted") == 1
+            assert talk.events[10][0].adopted.cached_tokens == talk.events[10][-1].finished.cached_tokens
+            assert bool(talk.events[10][0].adopted.cached_tokens) == cached
+            assert all("adopted" not in talk.kinds(seed) for seed in range(1, CHOICES))
+
+
 async def test_a_handoff_that_fails_is_computed_once_for_all() -> None:
     async with pair() as p, talking(p) as talk:
         first = await p.hand_over(params=params(0))
