@@ -26,6 +26,9 @@ class Best:
         ranked = sorted(self._ends, key=lambda choice: (-self._mean(choice), choice))
         best, others = ranked[: self._n], ranked[self._n :]
         discarded = sum(self._ends[choice].request.output_len for choice in others)
+        if all(self._ends[choice].uncached is None for choice in best):  # one that is not among them was the prompt computed for
+            told = next((end.uncached for end in self._ends.values() if end.uncached is not None), None)
+            self._ends[best[0]] = replace(self._ends[best[0]], uncached=told)
         for place, choice in enumerate(best):
             for pieces in self._said[choice]:
                 yield replace(pieces if self._logprobs is not None else _silent(pieces), choice=place)

@@ -276,8 +276,8 @@ def _to_finished(event: Finished) -> pb.Finished:
         workers=pb.Workers(prefill=trace.prefill_worker, decode=trace.decode_worker, retries=trace.retries),
         handoff=pb.Handoff(**{name: getattr(trace.handoff, name) for name in _HANDOFF}),
     )
-    if trace.uncached is not None:
-        message.usage.cache.CopyFrom(pb.CacheReport(**trace.uncached.to_json()))
+    if event.uncached is not None:
+        message.usage.cache.CopyFrom(pb.CacheReport(**event.uncached.to_json()))
     if event.stop is not None:
         message.stop = event.stop
     elif event.reason == "stop" and not request.found and request.tokens[-1] in request.params.stop_token_ids:

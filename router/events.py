@@ -8,6 +8,7 @@ from router.choices import seeded
 from router.found import Found
 from router.request import FinishReason, Request, Scores, Token
 from router.tools.delta import Delta
+from router.uncached import Uncached
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Finished:
     predicted: tuple[int, int] = (0, 0)  # tokens of the request's prediction that the output has, and that it does not have
     choice: int = 0
     discarded_tokens: int = 0  # of choices that were computed and are not part of the answer; told with its last choice
+    uncached: Uncached | None = None  # of its prompt, unless another choice tells it
 
 
 Event = Accepted | Scores | Pieces | Found | Finished

@@ -355,9 +355,9 @@ class GenerateService:
     def _finished(self, request: Request, reason: FinishReason, text: Transcript, rest: Said) -> Finished:
         eos = self._model.served.eos_token_ids if self._model.served else frozenset()
         complete = reason == "stop" and text.stop is None and (text.ended or request.tokens[-1] in eos)
-        incomplete = request.params.structured is not None and not complete
-        calls = text.reader.calls if text.reader is not None else 0
-        return Finished(request, reason, rest.text, text.stop, rest.deltas, calls, text.reasoning_tokens, incomplete, text.predicted)
+        incomplete, calls = request.params.structured is not None and not complete, text.reader.calls if text.reader is not None else 0
+        told = rest.text, text.stop, rest.deltas, calls, text.reasoning_tokens, incomplete, text.predicted
+        return Finished(request, reason, *told, uncached=request.trace.uncached)
 
     def _transcript(
         self, ask: Ask, prompt: Sequence[int], params: SamplingParams, stops: Sequence[str], id_of: Callable[[int], str]
@@ -402,7 +402,7 @@ class GenerateService:
         for index, one in enumerate(request.found):
             yield await self._off_loop(len(one.tokens) > LONG_ANSWER, deadline, found, index, one, plan.blank())
         entry.finish = request.finish
-        yield Finished(request, request.finish, "", None)
+        yield Finished(request, request.finish, "", None, uncached=request.trace.uncached)
 
     async def _tokenize(self, ask: Ask, deadline: float) -> list[int]:
         if ask.token_ids is not None:

@@ -50,6 +50,11 @@ class Uncached:
     holder: str = ""  # the worker that held what was reachable, if that was more than was promised
     changed_at: int | None = None  # with the cause `changed`: the first token that can differ; one of its block does
 
+    @property
+    def tokens(self) -> int:
+        """That were computed."""
+        return sum(tokens for _, tokens in self.causes)
+
     def to_json(self) -> dict[str, Any]:
         """The members of a `CacheReport`."""
         return {

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from router.events import Finished
 from router.http.errors import bad_value
-from router.request import Request
 from router.tokenizer import Tokenizer
+from router.uncached import Uncached
 from router.validate import Ask
 
 EXPLAIN_HEADER = "x-baton-explain"
@@ -27,29 +28,29 @@ class Explained:
     def __init__(self, asks: Sequence[Ask], tokenizer: Tokenizer) -> None:
         self._asks = asks
         self._tokenizer = tokenizer
-        self._told: list[_Json] = []
+        self._told: dict[int, Uncached] = {}  # by prompt
         self._more: _Json = {}
 
-    def take(self, request: Request) -> None:
-        """A choice has ended."""
-        found = request.trace.uncached
-        if found is None:
+    def take(self, prompt: int, event: Finished) -> None:
+        """A choice has ended. Of several for which a prompt was computed, that counts which found least of it."""
+        found, known = event.uncached, self._told.get(prompt)
+        if found is None or (known is not None and known.tokens >= found.tokens):
             return
-        self._told.append(found.to_json())
+        self._told[prompt] = found
         if len(self._asks) == 1 and found.changed_at is not None:
             self._more = {"changed_at": found.changed_at}
             if self._asks[0].messages is not None and found.changed_at <= MAX_LOCATED:
                 contents = [content for _, content in self._asks[0].messages]
-                same = self._tokenizer.decode(request.tokens[: found.changed_at])
+                same = self._tokenizer.decode(event.request.tokens[: found.changed_at])
                 self._more["changed_message"] = first_unlike(contents, same)
 
     def members(self) -> _Json:
         """The sums over all prompts. With one prompt that has changed, also the first token and the message that can differ."""
         causes: dict[str, int] = {}
-        for told in self._told:
-            for one in told["uncached"]:
-                causes[one["cause"]] = causes.get(one["cause"], 0) + one["tokens"]
-        sums = {name: sum(told[name] for told in self._told) for name in ("promised_tokens", "reachable_tokens")}
+        told = self._told.values()
+        for cause, tokens in (one for found in told for one in found.causes):
+            causes[cause] = causes.get(cause, 0) + tokens
+        sums = {"promised_tokens": sum(one.promised for one in told), "reachable_tokens": sum(one.reachable for one in told)}
         return {**sums, "uncached_tokens": causes, **self._more}
 
 

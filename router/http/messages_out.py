@@ -131,7 +131,7 @@ class Writer:
             yield from self._close()
             usage = self._usage(event.request.trace.cached_tokens, event.request.output_len)
             if self._explained:
-                self._explained.take(event.request)
+                self._explained.take(0, event)
                 usage["input_tokens_details"] = self._explained.members()
             usage["output_tokens_details"] = {"thinking_tokens": event.reasoning_tokens}
             yield {"type": "message_delta", "delta": self._why(event), "usage": usage}

@@ -337,7 +337,7 @@ class Writer:
     def _note(self, index: int, event: Part) -> None:
         choice = self._choices[index]
         if self._explained and isinstance(event, Finished):
-            self._explained.take(event.request)
+            self._explained.take(index // self._asked.n, event)
         match event:
             case Accepted():
                 choice.prompt_tokens = event.prompt_tokens

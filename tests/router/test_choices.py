@@ -21,6 +21,7 @@ from router.events import Finished, Piece, Pieces
 from router.family import Family
 from router.merging import merge
 from router.request import Request, Stopwatch, Token, Tokens, Trace
+from router.uncached import Uncached
 from router.validate import Ask, AskSampling, Limits, check, resolve
 from router.view import ClusterView
 
@@ -197,6 +198,17 @@ def test_the_best_have_the_highest_mean_and_the_rest_is_counted(logprobs: int | 
     assert [(end.request.choice, end.choice, end.discarded_tokens) for end in ends] == [(1, 0, 0), (3, 1, 3)], "of equal ones the first"
     pieces = [piece for event in events if isinstance(event, Pieces) for piece in event.pieces]
     assert [piece.token.logprob for piece in pieces] == ([None] * 4 if logprobs is None else [-1.0] * 4)
+
+
+@pytest.mark.parametrize("told_by", [0, 3])
+def test_why_the_prompt_was_computed_is_told_whichever_choices_are_the_best(told_by: int) -> None:
+    """Once: it was computed for one of them."""
+    best, found = Best(2, 4, None), Uncached(0, 0, (("new", 16), ("partial", 2)))
+    for choice, told in enumerate(([-3.0], [-1.0], [-2.0], [-1.5])):
+        for event in ended(choice, told):
+            best.take(choice, replace(event, uncached=found) if isinstance(event, Finished) and choice == told_by else event)
+    ends = [event for event in best.events() if isinstance(event, Finished)]
+    assert [end.uncached for end in ends] == ([found, None] if told_by == 0 else [None, found])
 
 
 @pytest.mark.parametrize(

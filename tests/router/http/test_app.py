@@ -733,6 +733,9 @@ async def test_a_client_that_asks_is_told_why_its_prompt_was_not_cached(house: H
     causes = {"busy": 32, "changed": 16, "partial": 3}
     more = {"promised_tokens": 64, "reachable_tokens": 96, "uncached_tokens": causes, "changed_at": 8, "changed_message": 0}
     assert details[1] == details[0] | more
+    several = await house.post(CHAT, {**body, "n": 3}, headers={"x-baton-explain": "cache"})
+    usage = (several.chunks[-1] if stream else several.json)["usage"]
+    assert usage["prompt_tokens_details"] == details[0] | more, "the prompt counts once, also where it was computed for each"
     refused = await house.post(CHAT, body, headers={"x-baton-explain": "everything"})
     assert refused.status == 400 and refused.error["param"] == "x-baton-explain"
     house.check()
