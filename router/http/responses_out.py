@@ -244,7 +244,7 @@ class Writer:
         self._completed_at = int(self._clock()) if self._status == "completed" else None
         cached = {"cached_tokens": event.request.trace.cached_tokens, "cache_write_tokens": 0}
         if self._explained:
-            self._explained.take(event.request)
+            self._explained.take(0, event)
             cached |= self._explained.members()
         self._usage = {
             "input_tokens": self._prompt_tokens,

@@ -113,6 +113,8 @@ def check(options: Options) -> None:
         ("engine.compiled", options.engine.compiled, True),
         ("engine.products", options.engine.products, "auto"),
         ("engine.batching", options.engine.batching, "continuous"),
+        ("engine.reuse_output", options.engine.reuse_output, False),
+        ("engine.reserve_growth", options.engine.reserve_growth, 0.5),
     ):
         if value != default:
             raise BuildError(f"{key}: is of Baton's own engine; with engine.kind vllm leave it at {default} and use engine.vllm")

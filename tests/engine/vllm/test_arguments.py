@@ -111,6 +111,8 @@ def test_arguments_that_the_handoff_rests_on_are_among_the_refused(name: str) ->
         ({"equal_arithmetic": True}, "engine.equal_arithmetic"),
         ({"batching": "static"}, "engine.batching"),
         ({"batching": "dynamic"}, "engine.batching"),
+        ({"reuse_output": True}, "engine.reuse_output"),
+        ({"reserve_growth": 0.2}, "engine.reserve_growth"),
     ],
 )
 def test_settings_of_our_own_engine_are_refused_by_name(change: dict[str, Any], key: str) -> None:

@@ -741,6 +741,20 @@ async def test_a_client_that_asks_is_told_why_its_prompt_was_not_cached(house: H
     house.check()
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "hello", "store": False}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}),
+    ],
+)
+async def test_other_apis_tell_it_in_their_usage(house: House, path: str, body: dict[str, Any]) -> None:
+    house.script.uncached = Uncached(0, 0, (("new", 16), ("partial", 3)))
+    told = (await house.post(path, body, headers={"x-baton-explain": "cache"})).json["usage"]["input_tokens_details"]
+    assert told["uncached_tokens"] == {"new": 16, "partial": 3}
+    house.check()
+
+
 def test_the_message_that_differs_is_the_first_that_is_not_whole_in_what_is_common() -> None:
     contents = [" You are Pim. ", "Who is Ida?", "An owl.", "Where?"]
     whole = "<s>You are Pim.</s><u>Who is Ida?</u><a>An owl.</a><u>Where?</u><a>"
