@@ -616,7 +616,7 @@ def test_status_shows_what_a_worker_serves_not_what_it_was_started_for() -> None
 def test_status_shows_what_became_of_quantised_matrices() -> None:
     load = {"running": 0, "waiting": 0, "free_blocks": 1, "cached_blocks": 0, "leases": 0}
     worker = {"name": "w", "role": "decode", "roles": [], "state": "ready", "address": "a", "pid": 1, "kv_blocks": 1, "transport": "tcp"}
-    worker |= {"load": load, "speculation": []}
+    worker |= {"load": load, "speculation": [], "tiers": []}
     forms = "3 computed as stored, 1 dequantised"
     assert f"matrices: {forms}" in shown(180, workers=[worker, {**worker, "matrices": forms}])
     assert "matrices" not in shown(180, workers=[worker, {**worker, "matrices": ""}])

@@ -18,6 +18,7 @@ from baton.engine.options import EngineOptions
 SECRET = "0123456789abcdef"
 # A legal value, other than the default, for each key whose default does not suggest one.
 LEGAL = {
+    "router.degrade": "[speculation, max_tokens=100]",
     "prefill.placement": "pack",
     "decode.placement": "strict-spread",
     "router.port": "9000",

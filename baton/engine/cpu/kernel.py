@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 C_FUNCTION = types.void(types.CPointer(types.int64))
 SHARED_FROM = 1 << 16  # numbers to compute; for fewer, waking the other threads costs more than they save
-KERNELS = {ALL: 15, "experts": 5, "groups": 10, "int4": 1, "int8": 3, "kv_int8": 3}  # that each group has
+KERNELS = {ALL: 16, "experts": 5, "groups": 10, "int4": 1, "int8": 3, "kv_int8": 3}  # that each group has
 _numbers = defaultdict[str, "itertools.count[int]"](lambda: itertools.count(1))  # group → of its kernels that this process has made
 
 
