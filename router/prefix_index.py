@@ -182,43 +182,12 @@ class PrefixIndex:
         """How many leading `keys` each worker holds in a medium; workers that hold none are left out. Drops predictions that have
         expired."""
         self._expire(now)
-        found: dict[str, int] = {}
-        before: int | None = None
-        tables, count, alive = self._tables, 0, self._live if medium == DEVICE else self._bits(medium)
-        for key in keys:
-            mask = tables[key[0]].get(key, 0)
-            if mask is not before:
-                before, kept = mask, alive & mask
-                if kept != alive:
-                    if count:
-                        self._note(found, alive & ~mask, count)
-                    alive = kept
-                if not alive:
-                    return found
-            count += 1
-        if count:
-            self._note(found, alive, count)
-        return found
+        return self._walk(keys, self._live if medium == DEVICE else self._bits(medium))
 
     def reach(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many leading `keys` each worker holds, each in whichever medium. Empty if nobody has more than a device. To be called after
         `overlap`, which drops predictions that have expired."""
-        found: dict[str, int] = {}
-        before: int | None = None
-        count, alive = 0, self._live if self._cold else 0
-        for key in keys if alive else ():
-            mask = self._tables[key[0]].get(key, 0)
-            if mask is not before:
-                before, kept = mask, alive & (mask | self._homes(mask & self._cold))
-                if count:
-                    self._note(found, alive & ~kept, count)
-                alive = kept
-                if not alive:
-                    return found
-            count += 1
-        if count:
-            self._note(found, alive, count)
-        return found
+        return self._walk(keys, self._live, self._cold) if self._cold else {}
 
     def sweep(self, most: int) -> None:
         """Removes the bits that belong to nobody from about `most` entries. It sweeps whole tables; later calls pay for the excess."""
@@ -235,6 +204,27 @@ class PrefixIndex:
                 self._free += [slot for slot in range(dead.bit_length()) if dead >> slot & 1]
                 self._sweeping = 0
         self._credit = min(self._credit, 0)
+
+    def _walk(self, keys: Sequence[bytes], alive: int, cold: int = 0) -> dict[str, int]:
+        """How many leading `keys` each of the workers with these bits holds. Bits of `cold` media count for their workers' devices, too."""
+        found: dict[str, int] = {}
+        before: int | None = None
+        tables, count = self._tables, 0
+        for key in keys:
+            mask = tables[key[0]].get(key, 0)
+            if mask is not before:
+                before = mask
+                kept = alive & (mask | self._homes(mask & cold) if cold else mask)
+                if kept != alive:
+                    if count:
+                        self._note(found, alive & ~kept, count)
+                    alive = kept
+                if not alive:
+                    return found
+            count += 1
+        if count:
+            self._note(found, alive, count)
+        return found
 
     def _note(self, found: dict[str, int], mask: int, count: int) -> None:
         while mask:
