@@ -20,12 +20,17 @@ class _Doubt:
     incarnation: int
     share: float = 0.0  # of what is promised and not delivered
     at: float = 0.0
+    told: bool = False  # that the worker is doubted
+
+    def now(self, now: float) -> float:
+        """What is left of `share`."""
+        left: float = self.share * 0.5 ** ((now - self.at) / FADES_S)
+        return left
 
 
 class Trust:
     def __init__(self) -> None:
         self._doubts: dict[str, _Doubt] = {}
-        self._told: set[str] = set()
 
     def note(self, worker: str, incarnation: int, promised: int, delivered: int, now: float) -> bool:
         """A prompt found `delivered` of the `promised` tokens, more than none. Returns whether the worker is doubted from now on."""
@@ -35,24 +40,19 @@ class Trust:
                 return False
             doubt = self._doubts[worker] = _Doubt(incarnation)
         missing = 1.0 - min(1.0, delivered / promised)
-        before = doubt.share * 0.5 ** ((now - doubt.at) / FADES_S)
+        before = doubt.now(now)
         doubt.share, doubt.at = before + NEWEST * (missing - before), now
         if doubt.share < 0.01:
             self._doubts.pop(worker)
-        doubted = doubt.share > 1.0 - DOUBTED
-        new = doubted and worker not in self._told
-        if doubted:
-            self._told.add(worker)
-        elif doubt.share < (1.0 - DOUBTED) / 2:
-            self._told.discard(worker)
-        return new
+        known, doubted = doubt.told, doubt.share > 1.0 - DOUBTED
+        doubt.told = doubted or (known and doubt.share >= (1.0 - DOUBTED) / 2)
+        return doubted and not known
 
     def shares(self, now: float) -> Mapping[str, float]:
         """Worker → the share of its promises that counts; one that is not named keeps all."""
         if not self._doubts:
             return NOTHING
-        return {name: 1.0 - doubt.share * 0.5 ** ((now - doubt.at) / FADES_S) for name, doubt in self._doubts.items()}
+        return {name: 1.0 - doubt.now(now) for name, doubt in self._doubts.items()}
 
     def forget(self, worker: str) -> None:
         self._doubts.pop(worker, None)
-        self._told.discard(worker)
