@@ -24,3 +24,14 @@ def one_thread() -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def single_thread() -> Iterator[None]:
+    """Threads that wait for a core of a busy machine take many times as long."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

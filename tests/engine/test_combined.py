@@ -4,14 +4,12 @@ at any time. Each sequence says what it says without guesses and tiers, down to 
 import random
 import time
 from collections import deque
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 
 from baton.cli.up import SHIPPED
@@ -42,12 +40,7 @@ TEXTS = (
 Said = dict[str, list[Any]]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @cache

@@ -4,7 +4,6 @@ A model that is sure of a token samples it from slightly other logits, too. So l
 """
 
 import random
-from collections.abc import Iterator
 
 import continuation
 import pytest
@@ -29,12 +28,7 @@ CASES = [(family, kind) for family in FAMILIES for kind in (TYPES if family in I
 CUTS = ((1, 400), (7, 5), (OUTPUT, 60))  # tokens of output when the stream is cut, and the largest chunk that follows
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def tokens_of(salt: int, length: int) -> list[int]:

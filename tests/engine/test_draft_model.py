@@ -41,12 +41,7 @@ BLOCK, MOST = 16, 4
 STORY = "Once upon a time there was a little girl. One day the little girl went to the park with her dog."
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @cache

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from eager_guesses import guess_always
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from typer.testing import CliRunner
@@ -17,7 +18,6 @@ from baton.cli.evaluate import divided
 from baton.cli.main import app
 from baton.cli.up import SHIPPED
 from baton.cluster.config import ConfigError
-from baton.engine.core import drafting
 from baton.engine.options import Options
 from baton.models.evaluate import measure, questions
 from baton.models.evaluate.reader import Reader
@@ -116,8 +116,7 @@ def test_a_model_agrees_with_itself_and_a_rounded_one_does_not(tale: Reader, coa
 
 
 def test_guesses_are_counted_and_change_no_token(tale: Reader, speller: Speller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "least_chance", lambda *_: 0.0)  # guesses are made, whether they pay on this machine or not
-    monkeypatch.setattr(drafting, "allot", lambda chances, most, *_: list(most))
+    guess_always(monkeypatch)
     begun = [text[:32] for text in made_texts(speller, 2000)["held out"]]
     plain, guessing = measure.go_on([tale, reader(speculation="draft")], begun, 24)
     assert guessing.said == plain.said and guessing.same == guessing.possible == plain.tokens

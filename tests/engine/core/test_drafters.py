@@ -2,7 +2,7 @@
 happens to it; and nothing is remembered of one that has left. On the toy, on both engines, and with real kernels on the shipped model."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cache
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from continuation import Watched
 from late_toy import LateEngine, LateToy
 from tokenizers import Tokenizer
@@ -66,12 +65,7 @@ STORY = "Once upon a time there was a little girl. One day the little girl"
 Said = dict[str, list[Sampled]]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @cache

@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 import pytest
-import torch
 from late_toy import LateEngine, LateToy
 
 from baton.engine.choice import load_runner
@@ -146,9 +145,4 @@ def test_who_cannot_tell_them_refuses() -> None:
     assert late.idle
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("single_thread")

@@ -2,7 +2,6 @@
 kernels, and on a small Qwen 3 with random weights, in plain torch. The searches run side by side, in small chunks, with prefixes in common.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +90,7 @@ def theirs(model: Any, prompt: list[int], beams: Beams, tokens: int, eos: set[in
     return found
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for a core of a busy machine take many times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.mark.parametrize("name", ["tale", "qwen3"])

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import quality
 import torch
+from eager_guesses import guess_always
 from tokenizers import Tokenizer
 
 from baton.cluster.errors import BatonError
 from baton.engine.build import BuildError, build, pool_bytes
 from baton.engine.choice import load_runner
-from baton.engine.core import drafting
 from baton.engine.core.kvcache import DraftKv, KvLayout, KvPool
 from baton.engine.core.protocol import Chunk, NonFiniteLogits
 from baton.engine.core.sampling import SamplingParams
@@ -171,8 +171,7 @@ def test_a_scale_that_is_no_number_fails_its_sequence_alone() -> None:
 
 
 def test_what_drafts_keeps_its_kv_in_its_own_type_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "least_chance", lambda *_: 0.0)  # guesses are made, whether they pay on this machine or not
-    monkeypatch.setattr(drafting, "allot", lambda chances, most, *_: list(most))
+    guess_always(monkeypatch)
     prompt, said = list(range(40, 85)), []
     for method in ("none", "draft"):
         engine = build(Options.of(TALE, kv_dtype="int8", speculation=method, kv_memory_mib=32, max_num_seqs=2, threads=1)).engine
