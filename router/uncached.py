@@ -87,8 +87,27 @@ class Explainer:
         self._history = History()
 
     def seek(self, found: Choice, bypass: bool, keys: Sequence[bytes], failed: Collection[Identity]) -> Sought:
-        """Call it before the prompt is predicted where it is sent; see `seek`."""
-        return seek(self._model, found, bypass, keys, failed, self._fetch_tokens, self._load_tokens)
+        """What is known when `found` is chosen to compute the prompt of these full blocks; for a bypass it is a decode worker. Call it
+        before the prompt is predicted there."""
+        record, most = self._model.members.record(found.worker), found.most or Cached(found.worker, found.overlap_blocks)
+        identity, promised = (record.name, record.incarnation), min(found.overlap_blocks, len(keys))
+        reachable = max(promised, min(most.blocks, len(keys)))
+        broken: Cause = "stale"
+        if found.source is not None:
+            broken = "unfetched"
+        elif found.reason == "loaded prefix":
+            broken = "unloaded"
+        elif promised and self._model.index.is_predicted(found.worker, keys[promised - 1]):
+            broken = "computing"
+        if reachable == promised:
+            return Sought(identity, promised, reachable, broken)
+        gain = (reachable - promised) * record.block_size
+        if most.worker == found.worker:  # in its own tiers; who decodes loads from them, too, where that was not what it was chosen for
+            own: Cause = "unloaded" if found.source is None and gain > self._load_tokens else "dearer"
+            return Sought(identity, promised, reachable, broken, own, most.worker)
+        dearer = gain <= self._fetch_tokens or not self._fetch_tokens
+        elsewhere = self._why_elsewhere(most.worker, bypass, failed, dearer)
+        return Sought(identity, promised, reachable, broken, elsewhere, most.worker)
 
     def explain(self, asked: Prompt, sought: Sought, delivered: int) -> Uncached:
         """The prompt was computed, `delivered` tokens of it came from a cache."""
@@ -106,6 +125,18 @@ class Explainer:
             found = replace(found, causes=tuple(("salt" if cause == "new" else cause, tokens) for cause, tokens in found.causes))
         self._history.note(asked.keys[: asked.length // size], sought.worker, first, asked.salt)
         return found
+
+    def _why_elsewhere(self, holder: str, bypass: bool, failed: Collection[Identity], dearer: bool) -> Cause:
+        if any(name == holder for name, _ in failed):
+            return "failed"
+        peers = self._model.decode_workers() if bypass else self._model.prefill_workers()
+        if any(record.name == holder for record in peers):
+            return "busy"
+        if all(record.name != holder for record in (*self._model.prefill_workers(), *self._model.decode_workers())):
+            return "unusable"
+        if bypass or dearer:
+            return "dearer"
+        return "unlent"
 
 
 class History:
@@ -164,51 +195,6 @@ class History:
             number = self._numbers[worker] = len(self._workers)
             self._workers.append(worker)
         return number
-
-
-def seek(
-    model: ServedModel,
-    found: Choice,
-    bypass: bool,
-    keys: Sequence[bytes],
-    failed: Collection[Identity],
-    fetch_tokens: int,
-    load_tokens: int,
-) -> Sought:
-    """What is known when `found` is chosen to compute the prompt of these full blocks; for a bypass it is a decode worker. Call it before
-    the prompt is predicted there."""
-    record, most = model.members.record(found.worker), found.most or Cached(found.worker, found.overlap_blocks)
-    identity, promised = (record.name, record.incarnation), min(found.overlap_blocks, len(keys))
-    reachable = max(promised, min(most.blocks, len(keys)))
-    broken: Cause = "stale"
-    if found.source is not None:
-        broken = "unfetched"
-    elif found.reason == "loaded prefix":
-        broken = "unloaded"
-    elif promised and model.index.is_predicted(found.worker, keys[promised - 1]):
-        broken = "computing"
-    if reachable == promised:
-        return Sought(identity, promised, reachable, broken)
-    gain = (reachable - promised) * record.block_size
-    if most.worker == found.worker:  # in its own tiers; who decodes loads from them, too, where that was not what it was chosen for
-        own: Cause = "unloaded" if found.source is None and gain > load_tokens else "dearer"
-        return Sought(identity, promised, reachable, broken, own, most.worker)
-    dearer = gain <= fetch_tokens or not fetch_tokens
-    elsewhere = _why_elsewhere(model, most.worker, found.worker, bypass, failed, dearer)
-    return Sought(identity, promised, reachable, broken, elsewhere, most.worker)
-
-
-def _why_elsewhere(model: ServedModel, holder: str, chosen: str, bypass: bool, failed: Collection[Identity], dearer: bool) -> Cause:
-    if any(name == holder for name, _ in failed):
-        return "failed"
-    peers = model.decode_workers() if bypass else model.prefill_workers()
-    if any(record.name == holder for record in peers) and holder != chosen:
-        return "busy"
-    if all(record.name != holder for record in (*model.prefill_workers(), *model.decode_workers())):
-        return "unusable"
-    if bypass or dearer:
-        return "dearer"
-    return "unlent"
 
 
 def explain(
