@@ -3,7 +3,8 @@
 How NIXL 1.5 behaves, and what we do about it:
 
 - Its progress thread spins on a whole core, so it stays off. Instead, a thread of ours makes progress every TICK_S: it sets up
-  connections, notices when they end, and sends bytes to readers over TCP. Other readers do not depend on it.
+  connections, notices when they end, and sends bytes to readers over TCP. Other readers do not depend on it. A tick takes some 90 µs, so
+  while nobody connects or reads there is one every IDLE_TICK_S; who wants to connect asks for the address first, which wakes the thread.
 - Between processes on one host, the copy happens inside `transfer()`. Such a read is split into pieces of INLINE_BYTES, so that it keeps
   its deadline and other threads get a turn.
 - Transfers cannot be cancelled, and a released handle reports DONE while its bytes still land. If a read runs out of time, we keep its
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 
 MODULES = ("nixl_cu13._api", "nixl._api", "nixl_cu12._api")
 TICK_S = 0.002
+IDLE_TICK_S = 0.1  # a connection that is set up meanwhile takes a few of them longer
+BUSY_S = 2.0  # so long after a call, ticks come every TICK_S
 POLL_S = 0.0001  # between polls of a read under way
 CONNECT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 0.5
@@ -102,10 +105,13 @@ class NixlTransport:
         self._blocks = self._descriptors("NIXL_INIT_AGENT", region)
         self._address = Address(region, self._block_bytes, self._agent.get_agent_metadata()).pack()
         self._stop = threading.Event()
+        self._stirred = threading.Event()
+        self._busy_until = 0.0
         self._thread = threading.Thread(target=self._progress, name="kv-nixl-progress", daemon=True)
         self._thread.start()
 
     def address(self) -> bytes:
+        self._stir()
         return self._address
 
     def backend_detail(self) -> str:
@@ -115,6 +121,7 @@ class NixlTransport:
         return "; ".join([f"UCX with {settings}", *links])
 
     def connect(self, peer: str, address: bytes) -> None:
+        self._stir()
         target = Address.parse(address)
         if target.block_bytes != self._block_bytes:
             raise transfer_failed(f"blocks have {target.block_bytes} bytes at {peer}, {self._block_bytes} here")
@@ -135,6 +142,7 @@ class NixlTransport:
 
     def read(self, peer: str, remote: Sequence[int], local: Sequence[int], timeout: float) -> None:
         deadline = time.monotonic() + timeout
+        self._stir()
         with self._lock:
             link = self._links.get(peer)
             if link is None or link.state is LinkState.OPENING:
@@ -162,6 +170,7 @@ class NixlTransport:
             if self._stop.is_set():
                 return
             self._stop.set()  # from here on nothing new begins
+            self._stirred.set()
             for peer in list(self._links):
                 self._forget(peer, "the transport is closed")
         self._thread.join()
@@ -172,8 +181,18 @@ class NixlTransport:
         with self._lock:
             self._destroy()
 
+    def _stir(self) -> None:
+        self._busy_until = time.monotonic() + BUSY_S
+        self._stirred.set()
+
     def _progress(self) -> None:
-        while not self._stop.wait(TICK_S):
+        while not self._stop.is_set():
+            if self._allow_tcp or self._pending or self._dropped or time.monotonic() < self._busy_until:
+                self._stop.wait(TICK_S)
+            else:
+                self._stirred.clear()
+                if not self._stop.is_set() and time.monotonic() >= self._busy_until:  # else this has cleared what should wake it
+                    self._stirred.wait(IDLE_TICK_S)
             try:
                 self._tick()
             except Exception:

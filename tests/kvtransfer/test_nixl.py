@@ -20,6 +20,7 @@ import pytest
 
 from baton.cluster.errors import BatonError, Reason
 from kvtransfer.transport import ReadPending
+from tests.support.redis_servers import until
 
 if TYPE_CHECKING:
     from tests.kvtransfer.conftest import MakeReader, SharedPeers, StartPeer
@@ -146,13 +147,30 @@ def test_a_host_maps_to_its_network_devices(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_idle_transport_uses_almost_no_cpu(shared_peers: SharedPeers, make_reader: MakeReader) -> None:
-    """NIXL's own progress thread would use a whole core; ours wakes every TICK_S and uses up to 3 % of one."""
+    """NIXL's own progress thread would use a whole core."""
     reader, peer = make_reader("nixl"), shared_peers("nixl")
     reader.connect(peer)
     reader.read(peer, [0], [0])
     used = peer.ask("cpu")
     time.sleep(2)
     assert (peer.ask("cpu") - used) / 2 < 0.1
+
+
+def test_progress_is_rare_while_nothing_happens_and_whoever_connects_wakes_it(
+    start_peer: StartPeer, make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that shakes hands asks for the holder's address, so the holder makes progress while the connection is set up."""
+    monkeypatch.setattr(nixl, "BUSY_S", 1e9)
+    monkeypatch.setattr(nixl, "IDLE_TICK_S", 60.0)
+    holder = make_reader("nixl", "holder:1").transport
+    ticks: list[float] = []
+    tick = holder._tick
+    monkeypatch.setattr(holder, "_tick", lambda: (ticks.append(time.monotonic()), tick()))
+    time.sleep(0.2)
+    assert not ticks, "it rests"
+    address = holder.address().hex()
+    until(lambda: len(ticks) > 10)
+    assert start_peer("nixl", "reader:7").ask("read", "holder:1", address, [0], [0]) is None
 
 
 def test_ucx_over_tcp_is_refused_where_processes_cannot_read_each_other(start_peer: StartPeer, make_reader: MakeReader) -> None:
