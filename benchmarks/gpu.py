@@ -1,4 +1,4 @@
-"""The engine on one CUDA device: checked, then timed, as shares of what the device achieved in the same run (sections G1-G9, G11 and G12).
+"""The engine on one CUDA device: checked, then timed, as shares of what the device achieved in the same run (sections G1-G9 and G11-G14).
 
     python benchmarks/gpu.py OUT [--only g2,g3] [--backend auto] [--budget 420] [--cpu-smoke]
 
@@ -50,6 +50,7 @@ from baton.engine.gpu.triton_blocks import digest, gather, scatter, words_of
 from baton.engine.gpu.triton_sampling import pick
 from baton.engine.model.checkpoint import ModelConfig, expected_tensors
 from baton.engine.model.config_json import read_config
+from baton.engine.model.quantised.matrix import Matrix
 from baton.engine.model.transformer import Transformer
 
 SMOKE = "--cpu-smoke" in sys.argv
@@ -174,13 +175,17 @@ def config_of(raw: dict[str, Any]) -> ModelConfig:
 def random_runner(
     machine: Machine, raw: dict[str, Any], capacity: Capacity, blocks: int, graph_sizes: Iterable[int], **how: Any
 ) -> GpuRunner:
-    """A model with random weights, made without a file, and a pool filled with noise."""
+    """A model with random weights, made without a file, and a pool filled with noise. `read`: gives a matrix in place of a random one."""
     config = config_of(raw)
     shapes = expected_tensors(config)
 
-    def read(name: str) -> Tensor:
+    other: Callable[[str, tuple[int, ...]], Matrix | None] | None = how.pop("read", None)
+
+    def read(name: str) -> Matrix:
         if name.endswith("norm.weight"):
             return torch.ones(shapes[name])
+        if other is not None and (matrix := other(name, shapes[name])) is not None:
+            return matrix
         return torch.empty(shapes[name], dtype=machine.dtype, device=machine.device).normal_(std=0.02)
 
     model = Transformer(config, read, machine.dtype, machine.device, choose_ops(machine.device, machine.dtype, True))
@@ -627,6 +632,20 @@ def g12(machine: Machine, report: Report, left: Callable[[], float]) -> dict[str
     return found
 
 
+def g13(machine: Machine, report: Report, runner: GpuRunner) -> dict[str, Any]:
+    """Host memory under the pool."""
+    import gpu_tiers
+
+    return gpu_tiers.measure(machine, report, runner)
+
+
+def g14(machine: Machine, report: Report) -> dict[str, Any]:
+    """Weights as a checkpoint has them."""
+    import gpu_weights
+
+    return gpu_weights.measure(machine, report)
+
+
 def ours_generate(runner: GpuRunner, ids: Tensor, output: int) -> None:
     batch, prompt = ids.shape
     engine = OverlapEngine(runner, Limits(batch, max(2048, batch)), prompt + output + 1, prefix_caching=False)
@@ -788,7 +807,7 @@ def main() -> int:
     run = Run(only, report, options.budget, options.out / "gpu.json", where)
     run.section("ceilings", lambda: ceilings(machine, report))
     run.section("g1", lambda: g1(machine, report))
-    sections = {"g2": g2, "g3": g3, "g4": g4, "g5": g5, "g6": g6, "g7": g7, "g8": g8}
+    sections = {"g2": g2, "g3": g3, "g4": g4, "g5": g5, "g6": g6, "g7": g7, "g8": g8, "g13": g13}
     if not only or only & sections.keys():
         big: list[GpuRunner] = []
 
@@ -812,6 +831,7 @@ def main() -> int:
         big.clear()
     run.section("g9", lambda: g9(machine, report))
     run.section("g11", lambda: g11(machine, report, run.left))
+    run.section("g14", lambda: g14(machine, report))
     run.section("g12", lambda: g12(machine, report, run.left))
     run.write()
     show(report)

@@ -21,8 +21,8 @@ async def start_engine(options: Options, listener: Listener, progress: Progress 
     what is wrong."""
     check(options)
     engine = options.engine
-    if tiers is not None and not (engine.kind == "baton" and engine.device == "cpu" and engine.prefix_caching):
-        raise BuildError("tiers need engine.kind baton, engine.device cpu and engine.prefix_caching")
+    if tiers is not None and not (engine.kind == "baton" and engine.prefix_caching):
+        raise BuildError("tiers need engine.kind baton and engine.prefix_caching")
     if options.engine.kind == "vllm":
         progress(Step("starting vLLM"))
         from baton.engine.vllm.engine import VllmEngine  # the others start without it

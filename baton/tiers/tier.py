@@ -1,15 +1,14 @@
 """A store with threads of its own and bounds: whoever gives it work never waits, and what is too much is dropped and counted.
 
 One thread writes, at a bounded rate, and looks after the tier's state; others read, into memory of their own: a store that does not come
-back has no block of the pool. The writer's queue is bounded: when it is full, its oldest entry goes. The readers' is, too: a load that
-finds it full brings nothing, and the blocks are computed.
+back has no block of the pool. What leaves the pool and goes back does so by their `Carrier`s. The writer's queue is bounded: when it is
+full, its oldest entry goes. The readers' is, too: a load that finds it full brings nothing, and the blocks are computed.
 
 State (`MOVES`): a store that fails, or does not answer for HANG_S, is off, with a warning, and is tried again after 1 s, 2 s, 4 s …
 RETRY_MAX_S; one that does not pay (`baton.tiers.worth`) rests. While a tier is off, nobody is told that it holds anything.
 """
 
 import logging
-import mmap
 import os
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import NamedTuple
 from xxhash import xxh3_128_digest
 
 from baton.engine.core.block_key import KEY_BYTES
+from baton.engine.core.kvcache import Carrier, Pool
 from baton.moves import Moves
 from baton.tiers.choice import Measured, Rate
 from baton.tiers.store import Store, StoreFailed, Unit, Wanted
@@ -31,7 +31,7 @@ from baton.tiers.worth import REST_S, Tally, Worth
 log = logging.getLogger(__name__)
 QUEUED_BYTES = 64 << 20  # units that wait to be written, at least one
 QUEUED_PIECES = 256  # of loads
-BATCH = 16  # units of one write
+BATCH, BATCH_BYTES = 16, 32 << 20  # units of one write, and their bytes
 PIECE, PIECE_BYTES = 8, 8 << 20  # units of one read, and their bytes: a reader has memory for so many
 HANG_S = 5.0
 LOOK_S = 1.0  # how often the writer looks after the state if there is nothing to write
@@ -65,7 +65,7 @@ MOVES = Moves(
 
 
 class Save(NamedTuple):
-    units: Sequence[tuple[bytes, memoryview]]  # key and content, which does not change until `done`
+    units: Sequence[tuple[bytes, int | memoryview]]  # key, and a block of the pool or the content; it does not change until `done`
     done: Callable[[], None]
 
 
@@ -75,7 +75,8 @@ class Piece(NamedTuple):
     keys: Sequence[bytes]
     began: float
     compute_s: float  # what computing these would take
-    take: Callable[[int, memoryview], None]  # the unit of this key is here, and has been verified; copied now
+    # The units of these keys are in the carrier's memory, and have been verified. Puts them into the pool, and tells which are whole there.
+    take: Callable[[Sequence[int], Carrier], Sequence[bool]]
     done: Callable[[], None]
 
 
@@ -106,8 +107,14 @@ class Tier:
     units = 0  # keys that `moved` was told of and that are still here
 
     def __init__(
-        self, store: Store, bounds: Bounds, moved: Callable[[bool, list[bytes]], None], clock: Callable[[], float] = time.monotonic
+        self,
+        store: Store,
+        bounds: Bounds,
+        pool: Pool,
+        moved: Callable[[bool, list[bytes]], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Raises RuntimeError if the pool's device has no room for carriers."""
         self.store = store
         self.medium = store.medium
         self.state = State.ON
@@ -124,6 +131,8 @@ class Tier:
         self._writing: Save | None = None
         self._most = max(1, QUEUED_BYTES // store.unit_bytes)
         self.piece = max(1, min(PIECE, PIECE_BYTES // store.unit_bytes))
+        self._batch = max(1, min(BATCH, BATCH_BYTES // store.unit_bytes))
+        self._carrier = pool.carrier(self._batch)  # the writer's
         self._pieces: deque[Piece] = deque()
         self._asking: dict[int, float] = {}  # thread that asks the store → since when
         self._told: dict[bytes, None] = {}  # keys that `moved` was told of and that are still here
@@ -132,8 +141,8 @@ class Tier:
         self._next_refresh = clock() + REFRESH_S
         self._retry_s, self._retry_at = RETRY_S, 0.0
         writer = threading.Thread(target=self._write, name=f"{self.medium}-writer", daemon=True)
-        names = (f"{self.medium}-reader-{i}" for i in range(bounds.readers))
-        self._threads = [writer, *(threading.Thread(target=self._read, name=name, daemon=True) for name in names)]
+        readers = ((f"{self.medium}-reader-{i}", (pool.carrier(self.piece),)) for i in range(bounds.readers))
+        self._threads = [writer, *(threading.Thread(target=self._read, name=name, args=own, daemon=True) for name, own in readers)]
 
     def start(self) -> None:
         self._tell(True, self.store.keys())
@@ -215,7 +224,7 @@ class Tier:
                 continue
             try:
                 if self.on:
-                    self._put(save.units)
+                    self._put(save)
             except StoreFailed as error:
                 self._fail(error)
             finally:
@@ -235,11 +244,18 @@ class Tier:
             self._writing = self._saves.popleft()
             return self._writing
 
-    def _put(self, units: Sequence[tuple[bytes, memoryview]]) -> None:
+    def _put(self, save: Save) -> None:
+        """A save that is given up gives its blocks back, and others may fill them: so what has been copied, or digested, counts only if the
+        save has not been given up by then."""
         began, store = time.thread_time(), self.store
-        news = [unit for unit, held in zip(units, store.holds([key for key, _ in units]), strict=True) if not held]
-        for start in range(0, len(news), BATCH):
-            batch = [Unit(key, xxh3_128_digest(data), data) for key, data in news[start : start + BATCH]]
+        news = [unit for unit, held in zip(save.units, store.holds([key for key, _ in save.units]), strict=True) if not held]
+        for start in range(0, len(news), self._batch):
+            part = news[start : start + self._batch]
+            contents = zip(part, self._contents([content for _, content in part]), strict=True)
+            batch = [Unit(key, xxh3_128_digest(data), data) for (key, _), data in contents]
+            if self._writing is not save:
+                news = news[:start]
+                break
             self._hand_down(len(batch))
             with self._asks():
                 lost = store.put(batch)
@@ -250,6 +266,15 @@ class Tier:
             self.worth.wrote(len(news), store.unit_bytes, time.thread_time() - began, now)
             if self._bounds.save_bytes_per_s is not None:
                 self._next_write = max(now, self._next_write) + len(news) * store.unit_bytes / self._bounds.save_bytes_per_s
+
+    def _contents(self, contents: Sequence[int | memoryview]) -> Sequence[memoryview]:
+        blocks = [content for content in contents if isinstance(content, int)]
+        if not blocks:
+            return [content for content in contents if not isinstance(content, int)]
+        try:
+            return self._carrier.out(blocks)
+        except RuntimeError as error:
+            raise StoreFailed(f"the pool's device does not give blocks: {error}") from error
 
     def _hand_down(self, count: int) -> None:
         """Makes room for `count` units. Those that have to go for them are read first, for the tier below."""
@@ -286,24 +311,32 @@ class Tier:
             self.store.drop(keys)
             self._tell(False, keys)
 
-    def _read(self) -> None:
-        size = self.store.unit_bytes
-        memory = memoryview(mmap.mmap(-1, self.piece * size))  # aligned, as direct I/O wants it
-        places = [memory[i * size : (i + 1) * size] for i in range(self.piece)]
+    def _read(self, carrier: Carrier) -> None:
         while (piece := self._next_piece()) is not None:
             came, began = [False] * len(piece.keys), self._clock()
             try:
                 if self.on:
                     with self._asks():
-                        came = self.store.get([Wanted(*one) for one in zip(piece.keys, places, strict=False)])
-                for i, good in enumerate(came):
-                    if good:
-                        piece.take(i, places[i])
+                        came = self.store.get([Wanted(*one) for one in zip(piece.keys, carrier.units, strict=False)])
+                    self._take(piece, came, carrier)
             except StoreFailed as error:
                 self._fail(error)
             finally:
                 self._note(piece, came, began)
                 piece.done()
+
+    def _take(self, piece: Piece, came: list[bool], carrier: Carrier) -> None:
+        """Puts what has come into the pool. What is not whole there has not come, and is dropped."""
+        here = [i for i, good in enumerate(came) if good]
+        try:
+            whole = piece.take(here, carrier) if here else ()
+        except RuntimeError as error:
+            came[:] = [False] * len(came)
+            raise StoreFailed(f"the pool's device does not take blocks: {error}") from error
+        if bad := [i for i, good in zip(here, whole, strict=True) if not good]:
+            for i in bad:
+                came[i] = False
+            self.store.drop([piece.keys[i] for i in bad])
 
     @contextmanager
     def _asks(self) -> Iterator[None]:

@@ -9,24 +9,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
-
-import numpy as np
 
 from baton.engine.core.colder import Policy, Report
-from baton.engine.core.kvcache import KvLayout, KvPool, Pool
+from baton.engine.core.kvcache import Carrier, Pool
 from baton.tiers.choice import units_to_load
 from baton.tiers.store import Store
 from baton.tiers.tier import Bounds, Piece, Save, Tier, Told
 
 log = logging.getLogger(__name__)
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-MakeStores = Callable[[KvLayout], list[tuple[Store, Bounds]]]
+MakeStores = Callable[[Pool], list[tuple[Store, Bounds]]]
 
 
 class Tiers:
     def __init__(self, make: MakeStores, policy: Policy) -> None:
-        """`make`: the stores for a pool of this layout, the nearest first; it may wait, and raises ValueError, which names the
+        """`make`: the stores for the units of this pool, the nearest first; it may wait, and raises ValueError, which names the
         configuration key."""
         self.policy = policy
         self.tiers: list[Tier] = []
@@ -34,11 +30,12 @@ class Tiers:
         self._loads: dict[int, _Load] = {}
 
     def open(self, pool: Pool, report: Report) -> None:
-        if not isinstance(pool, KvPool):
-            raise ValueError("tiers: need engine.device cpu")
         self._pool, self._report = pool, report
-        for store, bounds in self._make(pool.layout):
-            tier = Tier(store, bounds, partial(self._moved, store.medium))
+        for store, bounds in self._make(pool):
+            try:
+                tier = Tier(store, bounds, pool, partial(self._moved, store.medium))
+            except RuntimeError as error:
+                raise ValueError(f"tiers: no room beside the pool for copies of its blocks: {error}") from error
             if self.tiers:
                 self.tiers[-1].below = tier
             self.tiers.append(tier)
@@ -61,15 +58,15 @@ class Tiers:
 
     def save(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         tier = next((tier for tier in self.tiers if tier.on), self.tiers[0])
-        tier.save(Save([(key, self._pool.block(block)) for block, key in blocks], partial(self._report.saved, blocks)))
+        tier.save(Save([(key, block) for block, key in blocks], partial(self._report.saved, blocks)))
 
     def worth_loading(self, media: Sequence[str], compute_s: float | None, now: float) -> int:
         rates = {tier.medium: tier.rate(now) for tier in self.tiers}
-        return units_to_load([rates[medium] for medium in media], self._pool.layout.block_bytes, compute_s)
+        return units_to_load([rates[medium] for medium in media], self._pool.unit_bytes, compute_s)
 
     def load(self, number: int, wanted: Sequence[tuple[int, bytes, str]], compute_s: float) -> None:
         began = time.monotonic()
-        self._loads[number] = load = _Load([self._pool.array[block] for block, _, _ in wanted], partial(self._report.landed, number))
+        self._loads[number] = load = _Load([block for block, _, _ in wanted], partial(self._report.landed, number), self._report.given_back)
         for medium, tier in self._by_medium.items():
             places = [i for i, (_, _, where) in enumerate(wanted) if where == medium]
             for start in range(0, len(places), tier.piece):
@@ -77,7 +74,7 @@ class Tiers:
                 keys, done = [wanted[i][1] for i in part], partial(load.done, len(part))
                 tier.load(Piece(keys, began, len(part) * compute_s, partial(load.take, part), done))
 
-    def end(self, number: int) -> list[bool]:
+    def end(self, number: int) -> list[bool | None]:
         return self._loads.pop(number).end()
 
     def watch(self, now: float) -> None:
@@ -99,19 +96,34 @@ class Tiers:
 class _Load:
     """What has come of one load, and where it goes. `landed` is called once, when there is nothing more to come."""
 
-    def __init__(self, into: list[Bytes], landed: Callable[[], None]) -> None:
-        self._into = into
-        self._arrived = [False] * len(into)
-        self._left = len(into)
-        self._landed = landed
+    def __init__(self, blocks: list[int], landed: Callable[[], None], given_back: Callable[[list[int]], None]) -> None:
+        self._blocks = blocks
+        self._arrived = [False] * len(blocks)
+        self._crossing = set[int]()  # places whose blocks are being filled
+        self._left = len(blocks)
+        self._landed, self._given_back = landed, given_back
         self._ended = False
-        self._lock = threading.Lock()  # over the memory, too
+        self._lock = threading.Lock()  # never held while a carrier copies
 
-    def take(self, places: Sequence[int], i: int, unit: memoryview) -> None:
+    def take(self, places: Sequence[int], units: Sequence[int], carrier: Carrier) -> list[bool]:
+        """`units`: which of the piece, that goes to `places`, are here."""
+        into = [places[i] for i in units]
         with self._lock:
-            if not self._ended:
-                self._into[places[i]][:] = np.frombuffer(unit, np.uint8)
-                self._arrived[places[i]] = True
+            if self._ended:
+                return [True] * len(into)  # nobody wants them any more
+            self._crossing.update(into)
+        whole = [False] * len(into)
+        try:
+            whole = carrier.into([self._blocks[i] for i in into], units)
+        finally:
+            with self._lock:
+                self._crossing.difference_update(into)
+                late = self._ended
+                for i, good in zip(into, whole, strict=True):
+                    self._arrived[i] = good and not late
+            if late:
+                self._given_back([self._blocks[i] for i in into])
+        return whole
 
     def done(self, count: int) -> None:
         with self._lock:
@@ -120,8 +132,8 @@ class _Load:
         if over:
             self._landed()
 
-    def end(self) -> list[bool]:
-        """Which have arrived. Nothing more does."""
+    def end(self) -> list[bool | None]:
+        """Which have arrived. None: its block is being filled, and is told to `given_back` after that. Nothing more begins."""
         with self._lock:
             self._ended = True
-            return self._arrived
+            return [None if i in self._crossing else came for i, came in enumerate(self._arrived)]

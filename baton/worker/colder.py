@@ -7,7 +7,7 @@ from typing import TypeVar
 from baton.cluster.config_engine import TiersConfig
 from baton.cluster.records import TierRecord
 from baton.engine.core.colder import Policy
-from baton.engine.core.kvcache import KvLayout
+from baton.engine.core.kvcache import Pool
 from baton.tiers.disk_folder import padded
 from baton.tiers.disk_store import DiskStore
 from baton.tiers.kind import Kind
@@ -20,6 +20,7 @@ from baton.tiers.tiers import Tiers
 
 MIB = 1 << 20
 DISK_READERS, OBJECT_READERS = 2, 4
+MEMORY_READERS = 4  # under a device's pool: a core copies and verifies less than the bus carries
 T = TypeVar("T")
 
 
@@ -27,7 +28,7 @@ def make_tiers(config: TiersConfig, name: str) -> Tiers | None:
     """`name`: of the folder on a disk (`lasting_name`)."""
     if not config.any:
         return None
-    return Tiers(lambda layout: _stores(config, name, layout), Policy(config.save == "at_once", config.wait_s))
+    return Tiers(lambda pool: _stores(config, name, pool), Policy(config.save == "at_once", config.wait_s))
 
 
 def records(tiers: Tiers | None) -> tuple[TierRecord, ...]:
@@ -40,15 +41,16 @@ def _record(told: Told) -> TierRecord:
     return TierRecord(told.medium, told.state, told.why, told.units, told.capacity, reads, hits, *gain)
 
 
-def _stores(config: TiersConfig, name: str, layout: KvLayout) -> list[tuple[Store, Bounds]]:
+def _stores(config: TiersConfig, name: str, pool: Pool) -> list[tuple[Store, Bounds]]:
     """Raises ValueError, which names the key."""
     made: list[tuple[Store, Bounds]] = []
-    rate, size = None if config.save_mib_per_s is None else config.save_mib_per_s * MIB, layout.block_bytes
+    rate, size = None if config.save_mib_per_s is None else config.save_mib_per_s * MIB, pool.unit_bytes
     secret = None if (file := config.key_file) is None else _named("key_file", lambda: read_secret(Path(file)))
-    kind = Kind(layout.fingerprint, size) if secret is None else Kind(layout.fingerprint, size + SEAL_BYTES, seal_name(secret))
+    print_ = pool.layout.fingerprint
+    kind = Kind(print_, size) if secret is None else Kind(print_, size + SEAL_BYTES, seal_name(secret))
     if config.memory_mib is not None:
         room = _room("memory_mib", config.memory_mib, size)
-        made.append((_named("memory_mib", lambda: MemoryStore(size, room)), Bounds(rate)))
+        made.append((_named("memory_mib", lambda: MemoryStore(size, room)), Bounds(rate, MEMORY_READERS if pool.waits else 1)))
     if config.disk is not None and config.disk_mib is not None:
         folder, room = Path(config.disk) / name, _room("disk_mib", config.disk_mib, padded(kind.unit_bytes))
         made.append((_sealed(_named("disk", lambda: DiskStore(folder, kind, room)), secret), Bounds(rate, DISK_READERS)))

@@ -98,7 +98,7 @@ def engine_of(dtype: str, method: str, rng: random.Random, blocks: int, units: i
     limits = Limits(max_num_seqs=6, max_num_batched_tokens=24, reserve_growth=0.0, speculation_branches=1 + OTHERS)
     engine = Engine(runner, limits, min(160, blocks * BLOCK), drafter=inner and Eager(inner, rng))
     if units:
-        tiers = Tiers(lambda layout: [(MemoryStore(layout.block_bytes, units), Bounds())], Policy(rng.random() < 0.5, 2.0))
+        tiers = Tiers(lambda pool: [(MemoryStore(pool.unit_bytes, units), Bounds())], Policy(rng.random() < 0.5, 2.0))
         tiers.open(runner.pool, reports)
         engine.colder = Colder(tiers, engine.pool, engine.scheduler)
     return engine, reports

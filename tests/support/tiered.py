@@ -138,7 +138,7 @@ async def tiered(
     events: list[CacheEvent] = []
     failures: list[BaseException] = []
     loop = EngineLoop(engine, Listener(outputs.extend, events.extend, failures.append))
-    tiers = tiers or Tiers(lambda layout: [(store, Bounds()) for store in stores], policy or Policy(wait_s=WITHIN_S))
+    tiers = tiers or Tiers(lambda pool: [(store, Bounds()) for store in stores], policy or Policy(wait_s=WITHIN_S))
     loop.attach(tiers)
     loop.start()
     try:

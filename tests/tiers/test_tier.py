@@ -3,14 +3,17 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from tiered import UNIT, WITHIN_S, PlainStore
 
+from baton.engine.core.kvcache import Carrier, KvLayout, KvPool
 from baton.tiers import tier as tier_module
 from baton.tiers.tier import HANG_S, MOVES, RETRY_S, Bounds, Piece, Save, State, Tier
 from baton.tiers.worth import REST_S, WINDOW_S
+
+POOL = KvPool(KvLayout("toy", "int64", 4, 1, 1, 8), 8)
 
 
 class Bench:
@@ -21,7 +24,7 @@ class Bench:
         self.store = PlainStore(capacity)
         self.held: set[bytes] = set()
         self.done = 0
-        self.tier = Tier(self.store, bounds or Bounds(), self._moved, lambda: self.now)
+        self.tier = Tier(self.store, bounds or Bounds(), POOL, self._moved, lambda: self.now)
         self.tier.start()
 
     def _moved(self, stored: bool, keys: list[bytes]) -> None:
@@ -36,7 +39,12 @@ class Bench:
     def load(self, *keys: bytes, compute_s: float = 1.0) -> list[int]:
         """Which of the keys came."""
         came, over = list[int](), threading.Event()
-        self.tier.load(Piece(keys, self.now, compute_s, lambda i, unit: came.append(i), over.set))
+
+        def take(units: Sequence[int], carrier: Carrier) -> list[bool]:
+            came.extend(units)
+            return [True] * len(units)
+
+        self.tier.load(Piece(keys, self.now, compute_s, take, over.set))
         assert over.wait(WITHIN_S)
         return came
 
@@ -80,7 +88,7 @@ def test_a_load_that_came_too_late_saved_nothing(bench: Bench) -> None:
     until(lambda: bench.done == 1)
     bench.store.gate.clear()
     over = threading.Event()
-    bench.tier.load(Piece([key(1)], bench.now, 1.0, lambda i, unit: None, over.set))
+    bench.tier.load(Piece([key(1)], bench.now, 1.0, lambda units, carrier: [True] * len(units), over.set))
     bench.now += 2.0
     bench.store.gate.set()
     assert over.wait(WITHIN_S)
@@ -138,7 +146,7 @@ def test_a_reader_that_hangs_turns_its_tier_off_and_no_probe_turns_it_on_meanwhi
     until(lambda: bench.done == 1)
     bench.store.hung.add("get")
     over = threading.Event()
-    bench.tier.load(Piece([key(1)], bench.now, 1.0, lambda i, unit: None, over.set))
+    bench.tier.load(Piece([key(1)], bench.now, 1.0, lambda units, carrier: [True] * len(units), over.set))
     until(lambda: bench.tier._asking)
     bench.tier.watch(bench.now + HANG_S / 2)
     assert bench.tier.on

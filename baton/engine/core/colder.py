@@ -49,6 +49,8 @@ class Report(Protocol):
 
     def landed(self, number: int) -> None: ...
 
+    def given_back(self, blocks: Seq[int]) -> None: ...
+
     def moved(self, stored: bool, medium: str, keys: Seq[bytes]) -> None: ...
 
 
@@ -88,8 +90,9 @@ class Tiers(Protocol):
         """Copies units into blocks, and tells `landed` when no more will come. Of (block, key, medium). `compute_s`: of one."""
         ...
 
-    def end(self, number: int) -> Seq[bool]:
-        """Of a load: which of its units have arrived. No byte of others lands any more. To be called once for each, landed or not."""
+    def end(self, number: int) -> Seq[bool | None]:
+        """Of a load: which of its units have arrived. No byte of others lands any more, but in the blocks of those that are None: these are
+        being filled at this moment, and are told to `given_back` after that. To be called once for each, landed or not."""
         ...
 
     def watch(self, now: float) -> None:
@@ -123,6 +126,7 @@ class Colder:
         self._loads: dict[int, Load] = {}
         self._numbers = itertools.count()
         self._saving = 0  # blocks
+        self._late = 0  # blocks of loads that have ended, which something may still land in
         self._sealed: deque[bytes] = deque(maxlen=REMEMBERED)
         self._clean: tuple[object, ...] | None = None  # the state of the pool in which nothing was left to save
         self._prefill_s: float | None = None  # of a token
@@ -177,11 +181,18 @@ class Colder:
         for i, (one, came) in enumerate(zip(load.wanted, arrived, strict=True)):
             if came:
                 self._pool.seal(one.block, one.key, load.contents[i] if load.contents else None)
-        self.loaded_tokens += sum(arrived) * self._scheduler.block_size
-        self._pool.release([*load.known, *(one.block for one in load.wanted)])
+        self.loaded_tokens += sum(map(bool, arrived)) * self._scheduler.block_size
+        self._late += arrived.count(None)
+        still = [one.block for one, came in zip(load.wanted, arrived, strict=True) if came is not None]
+        self._pool.release([*load.known, *still])
         if load.seq in self._scheduler.loading:
             self._scheduler.loading.remove(load.seq)
             self._scheduler.enqueue(load.seq)
+
+    def given_back(self, blocks: Seq[int]) -> None:
+        """Nothing lands any more in these blocks of a load that has ended."""
+        self._late -= len(blocks)
+        self._pool.release(blocks)
 
     def drop(self, keys: Seq[bytes]) -> None:
         self._tiers.drop(keys)
@@ -244,7 +255,7 @@ class Colder:
     @property
     def _loading(self) -> int:
         """Blocks that loads own."""
-        return sum(len(load.wanted) for load in self._loads.values())
+        return sum(len(load.wanted) for load in self._loads.values()) + self._late
 
     def _media(self, keys: Seq[bytes]) -> Iterable[str]:
         """Where each of the leading keys is that some tier holds."""

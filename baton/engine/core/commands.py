@@ -218,6 +218,9 @@ class Reports:
     def landed(self, number: int) -> None:
         self._tell(lambda colder: colder.landed(number))
 
+    def given_back(self, blocks: Seq[int]) -> None:
+        self._tell(lambda colder: colder.given_back(blocks))
+
     def moved(self, stored: bool, medium: str, keys: Seq[bytes]) -> None:
         for start in range(0, len(keys), MAX_EVENT_KEYS):  # a command stands between two steps
             self._tell(partial(Colder.moved, stored=stored, medium=medium, keys=keys[start : start + MAX_EVENT_KEYS]))

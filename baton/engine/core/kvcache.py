@@ -141,6 +141,22 @@ class Region:
     spare: int = 0  # address in it at which a transport may write a few bytes; 0: none
 
 
+class Carrier(Protocol):
+    """Takes units out of a pool and puts them back, for one thread. A unit is what a colder tier keeps of a block: all its bytes, and
+    perhaps more, by which the pool knows them again. May wait; raises RuntimeError if a device fails."""
+
+    units: Sequence[memoryview]  # memory for units, writable
+
+    def out(self, blocks: Sequence[int]) -> Sequence[memoryview]:
+        """The units of these blocks, of which the caller is an owner: at most as many as `units`. They last until the next call, or until
+        the caller releases the blocks, whichever is sooner."""
+        ...
+
+    def into(self, blocks: Sequence[int], places: Sequence[int]) -> list[bool]:
+        """Copies `units[places[i]]` to `blocks[i]`, and returns when that has been done, with which of these now hold what had left."""
+        ...
+
+
 class Pool(Protocol):
     """The memory that peers read and that fetched KV is copied into: `KvPool` on the host, `baton.engine.gpu.pool.DevicePool` on a GPU."""
 
@@ -164,6 +180,15 @@ class Pool(Protocol):
     def digests(self, blocks: Sequence[int]) -> bytes:
         """DIGEST_BYTES for each block, in order. Which digest, depends on the memory alone: peers have pools of the same kind. Thread-safe;
         may wait."""
+        ...
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of a unit of a `Carrier`."""
+        ...
+
+    def carrier(self, count: int) -> Carrier:
+        """One with room for so many units."""
         ...
 
     def flip(self, block: int) -> None:
@@ -214,5 +239,29 @@ class KvPool:
         """XXH3-128: it detects accidents at memory speed."""
         return b"".join(xxh3_128_digest(self.block(block)) for block in blocks)
 
+    @property
+    def unit_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    def carrier(self, count: int) -> Carrier:
+        return HostCarrier(self, count)
+
     def flip(self, block: int) -> None:
         self.block(block)[0] ^= 1
+
+
+class HostCarrier:
+    """See `Carrier`. Units that leave are the pool's own memory. Who keeps one verifies it before it goes back."""
+
+    def __init__(self, pool: KvPool, count: int) -> None:
+        self._pool, size = pool, pool.unit_bytes
+        memory = memoryview(mmap.mmap(-1, count * size))  # aligned, as direct I/O wants it
+        self.units = [memory[i * size : (i + 1) * size] for i in range(count)]
+
+    def out(self, blocks: Sequence[int]) -> Sequence[memoryview]:
+        return [self._pool.block(block) for block in blocks]
+
+    def into(self, blocks: Sequence[int], places: Sequence[int]) -> list[bool]:
+        for block, place in zip(blocks, places, strict=True):
+            self._pool.array[block] = np.frombuffer(self.units[place], np.uint8)
+        return [True] * len(blocks)

@@ -108,7 +108,9 @@ class CompiledOps(Ops):
 
         return int4.multiplier(matrix, scales, bias)
 
-    def stored_multiplier(self, matrix: Quantised, bias: Tensor | None) -> Multiply | None:
+    def stored_multiplier(self, matrix: Quantised, bias: Tensor | None, device: torch.device) -> Multiply | None:
+        if matrix.float8:
+            return None
         if matrix.bits == 8 and matrix.scales.shape[1] == 1 and matrix.shifts is None:
             rows = matrix.numbers.bitwise_xor(matrix.middle).view(torch.int8)
             return self.int8_multiplier(rows, matrix.scales[:, 0].float().contiguous(), bias)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.core.kvcache import PROBE_PIECES, KvLayout, KvPool, Region
+from baton.engine.core.kvcache import DIGEST_BYTES, PROBE_PIECES, KvLayout, KvPool, Region
+from baton.engine.gpu.carrier import DeviceCarrier
 from baton.engine.gpu.device import Mark, upload
 from baton.engine.gpu.staged_pool import StagedPool
 from baton.engine.gpu.triton_blocks import move, words_of
@@ -56,6 +57,13 @@ class DevicePool:
     def digests(self, blocks: Sequence[int]) -> bytes:
         """Those of `baton.engine.gpu.triton_blocks`, computed where the bytes are."""
         return self.staged.digests(blocks)
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.layout.block_bytes + DIGEST_BYTES
+
+    def carrier(self, count: int) -> DeviceCarrier:
+        return DeviceCarrier(self._words, count)
 
     def flip(self, block: int) -> None:
         """On the device, and in what the host has of it."""

@@ -36,20 +36,20 @@ _GOLDEN = tl.constexpr(GOLDEN)
 
 
 @triton.jit
-def _gather_kernel(pool, blocks, out, words, WORDS: tl.constexpr):
+def _gather_kernel(pool, blocks, out, words, out_row, WORDS: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     block = tl.load(blocks + i)
     x = tl.load(pool + block * words + word, mask=word < words)
-    tl.store(out + i * words + word, x, mask=word < words)
+    tl.store(out + i * out_row + word, x, mask=word < words)
 
 
 @triton.jit
-def _scatter_kernel(pool, blocks, source, words, WORDS: tl.constexpr):
+def _scatter_kernel(pool, blocks, source, words, source_row, WORDS: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     block = tl.load(blocks + i)
-    x = tl.load(source + i * words + word, mask=word < words)
+    x = tl.load(source + i * source_row + word, mask=word < words)
     tl.store(pool + block * words + word, x, mask=word < words)
 
 
@@ -84,17 +84,18 @@ def _digest_kernel(pool, blocks, sums, words, WORDS: tl.constexpr):
 
 
 def gather(pool: Tensor, blocks: Tensor, out: Tensor) -> None:
-    """pool `[N, words]` int64, blocks `[n]` int64 → out `[n, words]`."""
+    """pool `[N, words]` int64, blocks `[n]` int64 → out `[n, words]`, whose rows may be part of longer ones."""
     n, words = out.shape
     if n:
-        _gather_kernel[(n, triton.cdiv(words, WORDS))](pool, blocks, out, words, WORDS=WORDS)
+        _gather_kernel[(n, triton.cdiv(words, WORDS))](pool, blocks, out, words, out.stride(0), WORDS=WORDS)
 
 
 def scatter(pool: Tensor, blocks: Tensor, source: Tensor) -> None:
-    """source `[n, words]` int64 into the blocks `[n]` of pool `[N, words]`; each block occurs only once."""
+    """source `[n, words]` int64, whose rows may be part of longer ones, into the blocks `[n]` of pool `[N, words]`; each block occurs only
+    once."""
     n, words = source.shape
     if n:
-        _scatter_kernel[(n, triton.cdiv(words, WORDS))](pool, blocks, source, words, WORDS=WORDS)
+        _scatter_kernel[(n, triton.cdiv(words, WORDS))](pool, blocks, source, words, source.stride(0), WORDS=WORDS)
 
 
 def move(source: Tensor, sources: Tensor, target: Tensor, targets: Tensor) -> None:

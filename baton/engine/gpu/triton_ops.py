@@ -5,7 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.model.ops import Ops
+from baton.engine.gpu import triton_groups
+from baton.engine.model.ops import Multiply, Ops
+from baton.engine.model.quantised.matrix import Quantised
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MOST_FUSED = 16384  # widest row that one program holds
@@ -58,6 +60,9 @@ def _rotate_kernel(
 
 
 class TritonOps(Ops):
+    def stored_multiplier(self, matrix: Quantised, bias: Tensor | None, device: torch.device) -> Multiply | None:
+        return triton_groups.Product(matrix, bias, device) if triton_groups.fits(matrix) else None
+
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         tokens, width = x.shape
         if width > MOST_FUSED:

@@ -16,8 +16,8 @@ class Linear:
 
     On a CPU, `ops` chooses who multiplies. The weight may be reordered for that, once; it is then dropped, so nothing is held twice.
 
-    A matrix that the checkpoint has quantised is computed so where `ops` can (on a CPU); elsewhere it is dequantised. Of stacked ones, one
-    that is not quantised makes all of them plain. x is rounded as with int8.
+    A matrix that the checkpoint has quantised is computed so where `ops` can; elsewhere it is dequantised. Of stacked ones, one that is not
+    quantised makes all of them plain, and so do float8 beside others. On a CPU x is rounded as with int8.
 
     `weight_dtype` int8 (CPU only): each row of W at load, and each row of x at each call, is rounded to 255 steps between minus and plus
     its greatest magnitude; `ops` rounds x. Products and sums of the rounded numbers are exact, so a row of y depends only on its own row of
@@ -40,8 +40,8 @@ class Linear:
         bias = stacked(biases, dtype, device) if biases else None  # [out]
         quantised = [weight for weight in weights if isinstance(weight, Quantised)]
         multiply = None
-        if weight_dtype == "auto" and device.type == "cpu" and len(quantised) == len(weights):
-            multiply = ops.stored_multiplier(join(quantised), bias)
+        if weight_dtype == "auto" and len(quantised) == len(weights) and len({weight.float8 for weight in quantised}) == 1:
+            multiply = ops.stored_multiplier(join(quantised), bias, device)
         was_quantised = any(not isinstance(weight, Tensor) for weight in weights)
         self.form = PLAIN if not was_quantised else DEQUANTISED if multiply is None else AS_STORED
         self.multiply = multiply or self._converted(weights, bias, dtype, device, weight_dtype, ops)

@@ -135,8 +135,9 @@ class Ops:
 
         return linear
 
-    def stored_multiplier(self, matrix: Quantised, bias: Tensor | None) -> Multiply | None:
-        """The same for a matrix as a checkpoint has it, which `quantize` rounds x for. None: it is not computed so, but dequantised."""
+    def stored_multiplier(self, matrix: Quantised, bias: Tensor | None, device: torch.device) -> Multiply | None:
+        """The same for a matrix as a checkpoint has it, on `device`, where the bias is. None: it is not computed so, but dequantised. On a
+        CPU `quantize` rounds x for it."""
         return None
 
     def table(self, multiply: Multiply, dtype: torch.dtype) -> Table | None:

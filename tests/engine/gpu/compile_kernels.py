@@ -24,11 +24,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from baton.engine.gpu import tiles, triton_attention, triton_blocks, triton_sampling, triton_store
+from baton.engine.gpu import tiles, triton_attention, triton_blocks, triton_groups, triton_sampling, triton_store
 from baton.engine.gpu.attention import Rounded
 from baton.engine.gpu.sampler import Filters
 from baton.engine.gpu.triton_ops import TritonOps
 from baton.engine.model.checkpoint import LayerAttention
+from baton.engine.model.quantised.matrix import Quantised
 
 PLAIN, GEMMA = LayerAttention(), LayerAttention(window=4096, softcap=50.0, scale=0.0625)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -137,6 +138,19 @@ def others(survey: Survey, every: bool) -> None:
         triton_sampling.race(scores, best, triton_sampling.cutoff(scores, best, filters), filters)
 
 
+def stored(survey: Survey, every: bool) -> None:
+    """Matrices as checkpoints have them: bits, group, whether there are shifts, whether it is float8."""
+    kinds = [(4, 128, False, False), (4, 32, True, False), (8, 128, False, True)]
+    for bits, group, shifted, float8 in kinds + ([(8, 4096, False, False), (8, 32, True, False), (4, 128, True, False)] if every else []):
+        survey.model = f"{bits} bits, groups of {group}{', shifts' if shifted else ''}{', float8' if float8 else ''}"
+        factors = torch.rand(256, 4096 // group).half()
+        matrix = Quantised(bits, group, torch.zeros(256, 4096, dtype=torch.uint8), factors, factors if shifted else None, float8)
+        product = triton_groups.Product(matrix, torch.zeros(256), torch.device("cpu"))
+        for dtype in (BF16, F32) if every else (BF16,):
+            for rows in (1, 8, 32, 200):
+                product(torch.empty(rows, 4096, dtype=dtype))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("capabilities", type=int, nargs="+")
@@ -153,6 +167,7 @@ def main() -> None:
         survey.driver.capability = capability
         attention(survey, FEW + (MORE if options.all else []))
         others(survey, options.all)
+        stored(survey, options.all)
     over = [row for row in survey.rows if row[2] > tiles.most_shared(divmod(row[0], 10))]
     print(f"{len(survey.rows)} variants; more shared memory than the chip has: {over or 'none'}")
     if options.json:

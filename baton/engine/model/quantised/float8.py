@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import torch
 
 from baton.engine.facts.fields import Fields
-from baton.engine.model.quantised.matrix import Worth
+from baton.engine.model.quantised.matrix import Quantised
 from baton.engine.model.quantised.scheme import FLOAT8, FLOATS, Format, Part, Parts, Scheme, Shape
 
 SCALES = ("weight_scale_inv", "weight_scale")
+LARGEST = 448.0  # float8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def block_of(f: Fields, name: str) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Float8:
-    """It has no kernel: it is dequantised. Activations are not rounded."""
+    """Activations are not rounded."""
 
     f: Fields = field(hash=False)
     block: Shape  # rows and columns that share a scale; 0: all
@@ -61,13 +62,12 @@ class Float8:
             **{name: Part(FLOATS, ((1,), ()), optional=True) for name in ("input_scale", "activation_scale")},
         }
 
-    def read(self, parts: Parts, shape: Shape) -> Worth:
+    def read(self, parts: Parts, shape: Shape) -> Quantised:
         scales = parts.finite(self.scale).float()
         if scales.dim() < 2:
             scales = scales.reshape(-1, 1)
-        for dim, (size, block) in enumerate(zip(shape, self.block, strict=True)):
-            scales = scales.repeat_interleave(block or size, dim=dim).narrow(dim, 0, size)
-        worth = parts.get("weight").to(torch.float32).mul_(scales)
-        if not worth.isfinite().all():
+        scales = scales.repeat_interleave(self.block[0] or shape[0], dim=0)[: shape[0]]  # [out, groups]
+        numbers = parts.get("weight").contiguous().view(torch.uint8)
+        if (numbers & 127 == 127).any() or not (scales * LARGEST).isfinite().all():
             raise parts.error("weight", "has numbers that are not finite")
-        return Worth(worth)
+        return Quantised(8, self.block[1] or shape[1], numbers, scales, float8=True)

@@ -13,13 +13,14 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class Quantised:
     """W `[out, in]`, in groups of neighbours of a row: a number is worth number · scale + shift of its group, and without shifts
-    (number - middle) · scale."""
+    (number - middle) · scale. With `float8`, its bits are those of a float8 (e4m3), which is worth float8 · scale."""
 
     bits: int  # 4 or 8
     group: int  # numbers; the last group of a row may have fewer
     numbers: Tensor  # uint8 [out, in], 0 to 15 or 255
     scales: Tensor  # [out, groups], of the file's type
     shifts: Tensor | None = None  # float32 [out, groups]
+    float8: bool = False
 
     @property
     def middle(self) -> int:
@@ -37,8 +38,9 @@ class Quantised:
     def dequantised(self) -> Tensor:
         """float32 `[out, in]`."""
         (outs, width), groups = self.shape, self.scales.shape[1]
-        grouped = F.pad(self.numbers, (0, groups * self.group - width)).view(outs, groups, self.group).float()
-        if self.shifts is None:
+        padded = F.pad(self.numbers, (0, groups * self.group - width)).view(outs, groups, self.group)
+        grouped = padded.view(torch.float8_e4m3fn).float() if self.float8 else padded.float()
+        if self.shifts is None and not self.float8:
             grouped -= self.middle
         grouped *= self.scales.float()[:, :, None]
         if self.shifts is not None:
@@ -91,7 +93,8 @@ def with_rows(matrix: Matrix, change: Callable[[Tensor], Tensor]) -> Matrix:
 
 
 def join(parts: Sequence[Quantised]) -> Quantised:
-    """The parts, which are as wide as each other, stacked along `out`. Of unlike ones, all become what can hold each."""
+    """The parts, which are as wide as each other, and all float8 or none, stacked along `out`. Of unlike ones, all become what can hold
+    each."""
     if any(part.bits == 8 for part in parts):
         parts = [part if part.bits == 8 else part.widened() for part in parts]
     group = gcd(*(part.group for part in parts))
@@ -100,7 +103,7 @@ def join(parts: Sequence[Quantised]) -> Quantised:
     if any(part.shifts is not None for part in parts):
         shifts = torch.cat([part.scales.float() * -part.middle if part.shifts is None else part.shifts for part in parts])
     numbers, scales = torch.cat([part.numbers for part in parts]), torch.cat([part.scales.float() for part in parts])
-    return Quantised(parts[0].bits, group, numbers, scales, shifts)
+    return Quantised(parts[0].bits, group, numbers, scales, shifts, parts[0].float8)
 
 
 def shifts_of(zeros: Tensor, scales: Tensor, bits: int) -> Tensor | None:

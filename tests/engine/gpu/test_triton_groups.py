@@ -1,0 +1,107 @@
+"""Products with matrices as checkpoints have them are those of the dequantised matrices, up to rounding."""
+
+import pytest
+import torch
+
+from baton.engine.model.linear import AS_STORED, DEQUANTISED, Linear
+from baton.engine.model.quantised.matrix import Quantised
+
+pytest.importorskip("triton")
+from baton.engine.gpu.triton_groups import Product, Shape, fits
+from baton.engine.gpu.triton_ops import TritonOps
+
+# bits, group, rows, columns, shifts, float8
+FORMS = {
+    "gptq": (4, 128, 70, 256, False, False),
+    "gptq with zeros": (4, 32, 40, 160, True, False),
+    "q8_0": (8, 32, 33, 96, False, False),
+    "q5_1": (8, 32, 33, 96, True, False),
+    "int8 rows": (8, 200, 20, 200, False, False),
+    "int4 rows": (4, 100, 10, 100, False, False),
+    "float8 blocks": (8, 128, 33, 320, False, True),
+    "float8 rows": (8, 100, 33, 100, False, True),
+}
+
+
+def make(bits: int, group: int, outs: int, width: int, shifted: bool, float8: bool) -> Quantised:
+    random = torch.Generator().manual_seed(outs)
+    groups = -(-width // group)
+    numbers = torch.randint(0, 1 << bits, (outs, width), dtype=torch.uint8, generator=random)
+    if float8:
+        numbers[numbers & 127 == 127] = 0
+    scales = torch.randn(outs, groups, generator=random).half()
+    return Quantised(bits, group, numbers, scales, torch.randn(outs, groups, generator=random) * 4 if shifted else None, float8)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """As a share of what is expected."""
+    return float((found.cpu().double() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("rows", [0, 1, 2, 19, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_products_are_those_of_the_dequantised_matrix(device: torch.device, name: str, rows: int, dtype: torch.dtype) -> None:
+    """One row is summed in float32; for more, numbers are rounded to x's type first, as those of a dequantised matrix are. The interpreter
+    multiplies bfloat16 as integers."""
+    if dtype == torch.bfloat16 and device.type != "cuda" and rows > 1:
+        pytest.skip("needs a CUDA device")
+    matrix = make(*FORMS[name])
+    assert fits(matrix)
+    x = torch.randn(rows, matrix.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias = torch.randn(matrix.shape[0], generator=torch.Generator().manual_seed(2)).to(dtype)
+    product = Product(matrix, bias.to(device), device)
+    found = product(x.to(device))
+    assert found.shape == (rows, matrix.shape[0]) and found.dtype == dtype
+    if rows:
+        expected = x.double() @ matrix.dequantised().double().t() + bias.double()
+        plain = x.double() @ matrix.dequantised().to(dtype).double().t() + bias.double()
+        rounding = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 4e-3}[dtype]
+        assert error(found, expected) < rounding + error(plain, expected)
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq with zeros", "float8 blocks"])
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_columns_may_be_divided_among_programs(device: torch.device, name: str, parts: int) -> None:
+    matrix = make(*FORMS[name])
+    x, bias = torch.randn(5, matrix.shape[1]), torch.randn(matrix.shape[0])
+    out = torch.empty(5, matrix.shape[0], device=device)
+    Product(matrix, bias.to(device), device).many_rows(x.to(device), out, Shape(16, 32, 16, 4, parts))
+    assert error(out, x.double() @ matrix.dequantised().double().t() + bias) < 2e-6
+
+
+def test_x_may_be_part_of_longer_rows(device: torch.device) -> None:
+    matrix = make(*FORMS["gptq"])
+    x = torch.randn(5, 2 * matrix.shape[1])[:, matrix.shape[1] :]
+    assert error(Product(matrix, None, device)(x.to(device)), x.double() @ matrix.dequantised().double().t()) < 2e-6
+
+
+def test_a_row_depends_on_itself_alone(device: torch.device) -> None:
+    """Of as many rows: what is beside it changes no bit."""
+    matrix = make(*FORMS["q8_0"])
+    x = torch.randn(19, matrix.shape[1])
+    product, other = Product(matrix, None, device), torch.cat((x[:1], torch.randn(18, matrix.shape[1])))
+    assert torch.equal(product(x.to(device))[0], product(other.to(device))[0])
+
+
+def test_it_is_held_as_it_is_stored(device: torch.device) -> None:
+    """Half a byte for each number, and its share of a scale of two bytes."""
+    matrix = make(4, 128, 64, 1024, False, False)
+    assert Product(matrix, None, device).nbytes == 64 * (1024 // 2 + 1024 // 128 * 2)
+
+
+def test_a_matrix_is_computed_as_stored_if_its_groups_are_whole_words(device: torch.device) -> None:
+    bias = torch.randn(70)
+    for group, form in ((128, AS_STORED), (24, DEQUANTISED)):
+        matrix = make(4, group, 70, 240 if group == 24 else 256, False, False)
+        x = torch.randn(3, matrix.shape[1])
+        linear = Linear([matrix], [bias], torch.float32, device, ops=TritonOps())
+        if device.type == "cuda" or form == AS_STORED:
+            assert linear.form == form
+            assert error(linear(x.to(device)), x.double() @ matrix.dequantised().double().t() + bias) < 2e-6
+
+
+def test_float8_beside_other_numbers_is_dequantised(device: torch.device) -> None:
+    parts = [make(*FORMS["float8 blocks"]), make(4, 32, 7, 320, False, False)]
+    linear = Linear(parts, [], torch.float32, device, ops=TritonOps())
+    assert linear.form == DEQUANTISED
