@@ -56,6 +56,7 @@ BOXES = {
     "baton.worker": Box(3.5, 1, "worker", "what both share"),
     "kvtransfer": Box(3, 4, "worker", "leases, transports"),
     "baton.plan": Box(0, 5, "use", "sizes, formulae"),
+    "baton.profile": Box(0.9, 7.4, "ground", "how long parts take"),
     "baton.tiers": Box(3, 7, "worker", "colder copies of KV"),
     "baton.models": Box(4, 5, "use", "tale, training, fetch"),
     "baton.cluster": Box(1.4, 6, "ground", "config, records, rpc"),

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     "baton", "baton.access", "baton.cli", "baton.cluster", "baton.engine", "baton.engine.core", "baton.engine.cpu", "baton.engine.facts",
     "baton.engine.gpu", "baton.engine.grammars", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models", "baton.plan",
-    "baton.simulate", "baton.tiers", "baton.worker",
+    "baton.profile", "baton.simulate", "baton.tiers", "baton.worker",
     "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
 )  # fmt: skip
 WORKER = {"baton.clock", "baton.engine", "baton.cluster", "baton.moves", "baton.tiers", "baton.v1", "kvtransfer"}
@@ -68,8 +68,17 @@ ARROWS = {
     },
     "baton.launch": {"baton.clock", "baton.cluster", "baton.engine.options", "baton.moves", "baton.v1"},
     "baton.models": {"baton.engine.build", "baton.engine.core", "baton.engine.facts", "baton.engine.model", "baton.engine.options"},
-    "baton.plan": {"baton.engine.facts.fields"},
-    "baton.simulate": {"baton.clock", "baton.cluster", "baton.engine.core", "baton.worker.prompts", "baton.worker.refusal", "router"},
+    "baton.plan": {"baton.engine.facts.fields", "baton.profile"},
+    "baton.profile": set(),
+    "baton.simulate": {
+        "baton.clock",
+        "baton.cluster",
+        "baton.engine.core",
+        "baton.profile",
+        "baton.worker.prompts",
+        "baton.worker.refusal",
+        "router",
+    },
     "baton.tiers": {
         "baton.engine.core.block_key",
         "baton.engine.core.colder",
@@ -191,6 +200,7 @@ PURE = (
     *(f"router/tools/{name}.py" for name in ("arguments", "calls", "delta", "families", "forms", "generic", "grammar", "reading")),
     "router/tools/source.py", "router/tools/thinking.py", "router/conversation.py",
     "router/stop.py", "router/slo.py", "router/resume.py", "router/transcript.py", "loadtest/latency.py",
+    "baton/profile/models.py",
     "loadtest/slo.py", "loadtest/distribution.py", "loadtest/window.py", "loadtest/summary.py", "loadtest/estimate.py",
     "loadtest/verdict.py", "loadtest/arms.py",
 )  # fmt: skip

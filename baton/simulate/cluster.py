@@ -2,7 +2,7 @@
 workers' engines but for their steps."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -15,6 +15,8 @@ from baton.cluster.registry import Registry
 from baton.cluster.rpc import Tasks
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.simulate.cores import Computes
 from baton.simulate.memory_registry import MemoryRegistry
 from baton.simulate.workers import Fleet, ModelledWorkers, Times
 from router.admission import Admission
@@ -37,13 +39,21 @@ class Sizes:
     max_num_seqs: int = 16
     kv_blocks: int = 4096  # of one worker
     max_num_batched_tokens: int = 512
+    block_size: int = BLOCK
+    max_model_len: int = 1 << 16
+    max_queue: int = 256
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_num_seqs, max(self.max_num_batched_tokens, self.max_num_seqs), max_queue=self.max_queue)
 
 
 def worker(name: str, role: RoleName, sizes: Sizes) -> WorkerRecord:
-    load = Load(credit_tokens=sizes.kv_blocks * BLOCK, free_blocks=sizes.kv_blocks)
+    size = sizes.block_size
+    load = Load(credit_tokens=sizes.kv_blocks * size, free_blocks=sizes.kv_blocks)
     return WorkerRecord(
-        name, role, f"{name}:1", 1, "ready", 1, "host", "model", "model", TOKENIZER, BLOCK, 1 << 16, sizes.kv_blocks, "model", load,
-        max_num_seqs=sizes.max_num_seqs,
+        name, role, f"{name}:1", 1, "ready", 1, "host", "model", "model", TOKENIZER, size, sizes.max_model_len, sizes.kv_blocks, "model",
+        load, max_num_seqs=sizes.max_num_seqs,
     )  # fmt: skip
 
 
@@ -61,8 +71,16 @@ class SimulatedRouter:
         self._gate = Gate(self.admission, model, config, self.journal.objectives, loop_time)
         self._dispatcher = Dispatcher(model, workers, config)
 
-    async def ask(self, request_id: str, prompt: list[int], max_tokens: int, timeout_s: float = 60.0, priority: int = 0) -> Request:
-        """One request, from its arrival to its last token. Raises BatonError."""
+    async def ask(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        timeout_s: float = 60.0,
+        priority: int = 0,
+        told: Callable[[int], None] = lambda tokens: None,
+    ) -> Request:
+        """One request, from its arrival to its last token. Calls `told` with how many tokens have come. Raises BatonError."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         with self.journal.open("text_completion", request_id, clock=loop_time) as entry:
             deadline = loop_time() + timeout_s
@@ -73,6 +91,7 @@ class SimulatedRouter:
                 async for tokens in self._dispatcher.generate(request):
                     for _ in tokens:
                         entry.trace.note_token()
+                    told(len(tokens))
                 entry.finish = request.finish
         return request
 
@@ -80,11 +99,20 @@ class SimulatedRouter:
 class SimulatedCluster:
     """Make it within a running loop, and use it within `watched`."""
 
-    def __init__(self, sizes: Sizes, times: Times, config: RouterConfig, slo: SloConfig | None = None, routers: int = 1) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        times: Times,
+        config: RouterConfig,
+        slo: SloConfig | None = None,
+        routers: int = 1,
+        cores: Computes | None = None,
+    ) -> None:
+        """`cores`: which all processes share; None: each has its own."""
         roles: tuple[tuple[RoleName, int], ...] = (("prefill", sizes.prefill), ("decode", sizes.decode))
         self.records = [worker(f"{role}-{number}", role, sizes) for role, size in roles for number in range(size)]
         self.registry = MemoryRegistry(now=loop_time)
-        self.fleet = Fleet(self.records, times, self.registry, sizes.max_num_batched_tokens)
+        self.fleet = Fleet(self.records, times, self.registry, sizes.limits, cores)
         seen = [ModelledWorkers(self.fleet, f"router-{number}") for number in range(routers)]
         self.routers = [SimulatedRouter(self.records, workers, self.registry, config, slo or SloConfig()) for workers in seen]
         self._numbers = count()
@@ -116,6 +144,14 @@ class SimulatedCluster:
             await asyncio.sleep(every_s)
             await self.beat()
 
-    async def ask(self, prompt: list[int], max_tokens: int, timeout_s: float = 60.0, priority: int = 0, router: int = 0) -> Request:
+    async def ask(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        timeout_s: float = 60.0,
+        priority: int = 0,
+        router: int = 0,
+        told: Callable[[int], None] = lambda tokens: None,
+    ) -> Request:
         """See `SimulatedRouter.ask`. Ids are r0, r1, …"""
-        return await self.routers[router].ask(f"r{next(self._numbers)}", prompt, max_tokens, timeout_s, priority)
+        return await self.routers[router].ask(f"r{next(self._numbers)}", prompt, max_tokens, timeout_s, priority, told)

@@ -15,6 +15,9 @@ from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.protocol import Chunk, Tokens
 from baton.engine.core.sampling import Sampled
 from baton.engine.core.scheduler import Limits
+from baton.profile.file import Profile
+from baton.profile.models import Work, pairs_of, step_seconds
+from baton.simulate.cores import Computes, Own
 
 T = TypeVar("T")
 VOCABULARY = 1 << 16
@@ -33,6 +36,32 @@ class Pace:
         prompt = sum(chunk.n for chunk in batch if not chunk.seq.decoding)
         decodes = sum(chunk.seq.decoding for chunk in batch)
         return self.step_s + prompt * self.prompt_token_s + decodes * self.sequence_s
+
+
+def work_of(batch: Seq[Chunk]) -> Work:
+    """What a step with these chunks computes."""
+    tokens = decodes = context = 0
+    pairs = 0.0
+    for chunk in batch:
+        seq = chunk.seq
+        if seq.decoding:
+            rows = chunk.positions
+            decodes += rows
+            context += rows * seq.computed
+        else:
+            tokens += chunk.n
+            pairs += pairs_of(chunk.n, seq.computed)
+    return Work(tokens, pairs, decodes, context)
+
+
+class ProfiledPace:
+    """How long a step takes by a profile, in seconds."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._numbers, self._form = profile.values("step"), profile.form
+
+    def __call__(self, batch: Seq[Chunk]) -> float:
+        return step_seconds(self._numbers, self._form, work_of(batch))
 
 
 class ModelledRunner:
@@ -63,10 +92,11 @@ class ModelledEngine(Commands):
 
     _wake: asyncio.Event
 
-    def __init__(self, runner: ModelledRunner, limits: Limits, listener: Listener, tokenizer_fingerprint: str = "") -> None:
+    def __init__(self, runner: ModelledRunner, limits: Limits, listener: Listener, cores: Computes | None = None) -> None:
         max_len = min(runner.max_positions, runner.pool.num_blocks * runner.layout.block_size)
-        super().__init__(Engine(runner, limits, max_len), listener, tokenizer_fingerprint)
+        super().__init__(Engine(runner, limits, max_len), listener)
         self._runner = runner
+        self._cores = cores or Own()
         self._wake = asyncio.Event()
         self._laps = 0
         self._busy_since: float | None = None
@@ -102,7 +132,7 @@ class ModelledEngine(Commands):
             self._laps += 1
             self._busy_since, self._runner.step_s = loop_time(), 0.0
             outputs = engine.step(loop_time())
-            await asyncio.sleep(self._runner.step_s)
+            await self._cores.work(self._runner.step_s)
             self._busy_since = None
             self._publish_cache()
             if outputs:

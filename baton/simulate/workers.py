@@ -16,9 +16,12 @@ from baton.cluster.registry import Registry
 from baton.engine.core.block_key import root_key
 from baton.engine.core.contract import CacheEvent, Listener
 from baton.engine.core.engine import Output, Refused
+from baton.engine.core.protocol import Chunk
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
-from baton.simulate.engine import ModelledEngine, ModelledRunner, Pace
+from baton.profile.file import Profile
+from baton.simulate.cores import Computes, Own, Thread
+from baton.simulate.engine import ModelledEngine, ModelledRunner, Pace, ProfiledPace
 from baton.worker.prompts import Prompts
 from baton.worker.refusal import failure, refusal
 from router.request import FinishReason, Request, Token
@@ -31,21 +34,33 @@ ROOM_POLL_S = 0.02
 class Times:
     """How long things take, in seconds."""
 
-    pace: Pace = field(default_factory=Pace)
+    pace: Callable[[Seq[Chunk]], float] = field(default_factory=Pace)
     handoff_s: float = 0.005
+    handoff_token_s: float = 0.0  # for each position of KV that is moved
     travel_s: float = 0.0003  # of a message between two processes
+    # Processor time: of a router and of a worker beside its engine, for a request and for a token.
+    router: tuple[float, float] = (0.0, 0.0)
+    worker: tuple[float, float] = (0.0, 0.0)
+
+    @classmethod
+    def of(cls, profile: Profile, travel_s: float = 0.0) -> "Times":
+        handoff, router, worker = (profile.values(name) for name in ("handoff", "router", "worker"))
+        return cls(
+            ProfiledPace(profile), handoff["base"], handoff["byte"] * profile.kv_token_bytes, travel_s,
+            (router["request"], router["token"]), (worker["request"], worker["token"]),
+        )  # fmt: skip
 
 
 class ModelledWorker:
-    def __init__(self, record: WorkerRecord, times: Times, registry: Registry, max_num_batched_tokens: int) -> None:
+    def __init__(self, record: WorkerRecord, times: Times, registry: Registry, limits: Limits, cores: Computes) -> None:
         self.record = record
+        self.thread = Thread(cores)  # of its event loop
         self._registry, self._travel_s = registry, times.travel_s
         self._cached: asyncio.Queue[list[CacheEvent]] = asyncio.Queue()
         self.prompts = Prompts()
         self._told: dict[str, asyncio.Queue[Output]] = {}  # sequence → what its steps brought
         runner = ModelledRunner(times.pace, record.kv_blocks, record.block_size, record.max_model_len)
-        limits = Limits(record.max_num_seqs, max(max_num_batched_tokens, record.max_num_seqs))
-        self.engine = ModelledEngine(runner, limits, Listener(self._on_step, self._cached.put_nowait, self._on_failure))
+        self.engine = ModelledEngine(runner, limits, Listener(self._on_step, self._cached.put_nowait, self._on_failure), cores)
         self.engine.start()
         self._publishing = asyncio.create_task(self._publish())
 
@@ -87,9 +102,13 @@ class ModelledWorker:
 class Fleet:
     """All workers of a cluster, as they are."""
 
-    def __init__(self, records: Iterable[WorkerRecord], times: Times, registry: Registry, max_num_batched_tokens: int = 512) -> None:
+    def __init__(
+        self, records: Iterable[WorkerRecord], times: Times, registry: Registry, limits: Limits, cores: Computes | None = None
+    ) -> None:
+        """`cores`: shared by all; None: each process has its own."""
         self.times = times
-        self.workers = {record.name: ModelledWorker(record, times, registry, max_num_batched_tokens) for record in records}
+        self.cores = cores or Own()
+        self.workers = {record.name: ModelledWorker(record, times, registry, limits, self.cores) for record in records}
         self.numbers = count(1)
         self.leases: dict[bytes, tuple[str, str]] = {}  # handle → holder and its sequence
 
@@ -112,6 +131,7 @@ class ModelledWorkers:
 
     def __init__(self, fleet: Fleet, asker: str) -> None:
         self._fleet, self._asker = fleet, asker
+        self._thread = Thread(fleet.cores)  # of the router
         self._times, self._workers, self._leases = fleet.times, fleet.workers, fleet.leases
 
     async def prefill(
@@ -120,7 +140,7 @@ class ModelledWorkers:
         here, seq = self._workers[worker.name], self._sequence(request, hold=True)
         handle = b""
         async with here.outputs(seq) as outputs, _deadline(timeout_s):
-            await asyncio.sleep(self._times.travel_s)
+            await self._travel(here, request=True)
             try:
                 with here.prompts.present(self._asker, uncached_tokens):
                     came = loop_time()
@@ -135,7 +155,7 @@ class ModelledWorkers:
             finally:
                 if not handle:
                     here.engine.forget(seq.id)
-            await asyncio.sleep(self._times.travel_s)
+            await self._travel(here, tokens=1)
         finish: FinishReason | None = output.finish.value if output.finish else None
         yield FirstToken(token, handle, finish, seq.cached, 1000 * (started - came), 1000 * (ended - started))
 
@@ -150,12 +170,12 @@ class ModelledWorkers:
     ) -> AsyncGenerator[DecodeEvent, None]:
         here, seq = self._workers[worker.name], self._sequence(request)
         async with here.outputs(seq) as outputs, _deadline(timeout_s):
-            await asyncio.sleep(self._times.travel_s)
+            await self._travel(here, request=True)
             try:
                 await self._place(here, seq, handle, [fork.seq for fork in forks])
                 if handle:
                     yield Adopted(Handoff(transport="model"))
-                async with aclosing(self._told(seq, outputs, bool(handle))) as events:
+                async with aclosing(self._told(here, seq, outputs, bool(handle))) as events:
                     async for event in events:
                         yield event
             finally:
@@ -167,7 +187,7 @@ class ModelledWorkers:
         async def events() -> AsyncGenerator[DecodeEvent, None]:
             async with here.outputs(seq) as outputs, _deadline(timeout_s):
                 try:
-                    async with aclosing(self._told(seq, outputs, False)) as told:
+                    async with aclosing(self._told(here, seq, outputs, False)) as told:
                         async for event in told:
                             yield event
                 finally:
@@ -175,11 +195,13 @@ class ModelledWorkers:
 
         return ModelledFork(seq, events, lambda: here.engine.forget(seq.id))
 
-    async def _told(self, seq: Sequence, outputs: "asyncio.Queue[Output]", read: bool) -> AsyncGenerator[DecodeEvent, None]:
+    async def _told(
+        self, here: ModelledWorker, seq: Sequence, outputs: "asyncio.Queue[Output]", read: bool
+    ) -> AsyncGenerator[DecodeEvent, None]:
         finish = None
         while finish is None:
             come = [await outputs.get()]
-            await asyncio.sleep(self._times.travel_s)
+            await self._travel(here, tokens=1)
             come += [outputs.get_nowait() for _ in range(outputs.qsize())]
             yield tuple(map(_token, come))
             finish = come[-1].finish
@@ -191,7 +213,8 @@ class ModelledWorkers:
             return
         while not await here.engine.reserve(seq):
             await asyncio.sleep(ROOM_POLL_S)
-        await asyncio.sleep(self._times.handoff_s)
+        moved = len(seq.tokens) - 1 - seq.computed
+        await asyncio.sleep(self._times.handoff_s + moved * self._times.handoff_token_s)
         await here.engine.adopt(seq, len(seq.tokens) - 1, None, forks)
         self._end(handle)
 
@@ -213,6 +236,13 @@ class ModelledWorkers:
     async def forget(self, worker: WorkerRecord) -> None: ...
 
     async def lose(self, worker: WorkerRecord) -> None: ...
+
+    async def _travel(self, here: ModelledWorker, request: bool = False, tokens: int = 0) -> None:
+        """A message between the router and a worker: what both compute for it, one after the other, and its way."""
+        for thread, (request_s, token_s) in ((here.thread, self._times.worker), (self._thread, self._times.router)):
+            await thread.work(request * request_s + tokens * token_s)
+        if self._times.travel_s:
+            await asyncio.sleep(self._times.travel_s)
 
     def _sequence(self, request: Request, hold: bool = False) -> Sequence:
         number = f"{request.id} {next(self._fleet.numbers)}"

@@ -8,8 +8,10 @@ import pytest
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.profile.file import Profile
+from baton.profile.models import Fitted
 from baton.simulate.cluster import SimulatedCluster, Sizes
-from baton.simulate.engine import Pace
+from baton.simulate.engine import Pace, ProfiledPace
 from baton.simulate.virtual_time import run
 from baton.simulate.workers import Times
 from router.members import Members
@@ -162,3 +164,21 @@ def test_a_worker_that_stops_beating_and_answering_leaves(monkeypatch: pytest.Mo
         return seen
 
     assert run(main()) == [["decode-0", "decode-1"], ["decode-0", "prefill-0"]]
+
+
+def test_a_step_takes_what_the_profile_says_of_its_chunks() -> None:
+    """Two prompts of 300 tokens, one after the other, on one worker whose steps cost a second for each 100 tokens."""
+    numbers = {"step": 0.0, "tokens": 0.01, "decodes": 0.1}
+    profile = Profile("measured", "", "m", {}, 1.0, "sum", {"step": Fitted(numbers)})
+
+    async def main() -> list[float]:
+        cluster = SimulatedCluster(Sizes(prefill=0, decode=1), Times(ProfiledPace(profile), travel_s=0.0), RouterConfig())
+        async with cluster.watched():
+            ends = []
+            for number in range(2):
+                began = asyncio.get_running_loop().time()
+                await cluster.ask([number] * 300, 4)
+                ends.append(asyncio.get_running_loop().time() - began)
+        return ends
+
+    assert run(main()) == pytest.approx([3 + 3 * 0.1] * 2, abs=0.01)

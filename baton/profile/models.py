@@ -1,0 +1,83 @@
+"""The models of a profile: which numbers each has, and what follows from them. All times are seconds.
+
+    step      of an engine, from what it computes (`Work`)
+    handoff   KV from a prefill worker to a decode worker: base + byte * bytes
+    router    processor time of the router: request + token * output tokens
+    worker    processor time of a worker beside its steps, in its event loop: request + token * output tokens
+    client    processor time of who asks, where that shares the cores: request + token * output tokens
+    path      time that a request and its first token travel and wait where nothing computes: request
+    start     from the start of a worker to its first request: base
+    sharing   how fast one of several busy processes goes: pair, the speed of each of two on two cores (1: as if alone)
+
+A step is a sum of what it computes, because a core computes one thing after the other: a constant (what a step costs by itself: weights
+that are read once, a call for each layer), the tokens of prompts (matrices), the pairs of a token with an earlier one (attention), the
+sequences that decode, and the tokens of their contexts, whose KV is read. On a device whose memory and arithmetic work side by side, it
+takes what the slower of the two takes (Williams et al., "Roofline", 2009): `form` says which.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Form = Literal["sum", "roof"]
+PAIR = ("request", "token")
+# The numbers of each model. Those of a step's `Work` have its names; `read` is time of memory, where the form is a roof.
+NUMBERS: Mapping[str, tuple[str, ...]] = {
+    "step": ("step", "read", "tokens", "pairs", "decodes", "context", "mixed"),
+    "handoff": ("base", "byte"),
+    "router": PAIR,
+    "worker": PAIR,
+    "client": PAIR,
+    "path": ("request",),
+    "start": ("base",),
+    "sharing": ("pair",),
+}
+
+
+class Work(NamedTuple):
+    """What one step computes."""
+
+    tokens: int = 0  # of prompts
+    pairs: float = 0.0  # of a token of a prompt with itself or one before it
+    decodes: int = 0  # sequences that decode; each guess counts as another
+    context: int = 0  # tokens before those
+
+    @property
+    def mixed(self) -> bool:
+        """Prompts and decodes at once."""
+        return bool(self.tokens and self.decodes)
+
+
+def pairs_of(tokens: int, cached: int) -> float:
+    """Of `tokens` new positions after `cached` ones."""
+    return tokens * cached + tokens * (tokens + 1) / 2
+
+
+def step_seconds(numbers: Mapping[str, float], form: Form, work: Work) -> float:
+    tokens, pairs, decodes, context = work
+    mixed = numbers["mixed"] if tokens and decodes else 0.0
+    rows = numbers["tokens"] * tokens + numbers["decodes"] * decodes + numbers["pairs"] * pairs
+    read = numbers["read"] + numbers["context"] * context
+    return numbers["step"] + mixed + (rows + read if form == "sum" else max(rows, read))
+
+
+def works_of_prompt(tokens: int, cached: int, chunk: int) -> list[Work]:
+    """The steps that compute a prompt with nothing else: `cached` of its tokens are known, `chunk` fit into a step."""
+    works = []
+    while cached < tokens:
+        now = min(chunk, tokens - cached)
+        works.append(Work(now, pairs_of(now, cached)))
+        cached += now
+    return works
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """One model. `draws`: other values that the measurements allow as well (from the bootstrap). `error`: relative; standard deviation of
+    what was not fitted around what the model says of it."""
+
+    values: Mapping[str, float]
+    draws: tuple[Mapping[str, float], ...] = ()
+    error: float = 0.0
+    rows: int = 0  # measurements; 0: it is assumed
+    source: str = ""
