@@ -27,6 +27,7 @@ from baton.engine.core.sequence import Sequence
 from baton.engine.core.step_costs import DraftCosts, Drafting
 from baton.engine.measure_steps import draft_costs
 from baton.engine.model.attention import Span
+from baton.engine.model.projections import Attention
 from baton.engine.model.sampler import draws_alone, greatest, sample, takes_greatest
 from baton.engine.runner import ModelRunner, Part
 
@@ -61,7 +62,10 @@ class DraftModel(Drafter):
         if self._runner.model.ops.records and self._runner.takes_steps:
             from baton.engine.draft_steps import DraftSteps
 
-            self._steps = DraftSteps(self._runner.model, self._runner.paged, self.bound, self._others)
+            self._steps = DraftSteps(self._forward, self._runner.model.config, self._runner.paged, self.bound, self._others)
+
+    def _forward(self, tokens: Tensor, before: Tensor, positions: Tensor, attention: Attention) -> tuple[None, Tensor]:
+        return None, self._runner.model.forward(tokens, positions, attention, None)
 
     def follow(self, batch: Seq[Chunk], hidden: Tensor | None, yields: Seq[Tokens]) -> None:
         """See `Companion`. Decodes wait: where nothing is drafted, a step must cost no more than without a draft."""

@@ -1,10 +1,12 @@
 """Several steps of a model that drafts, in one call: each computes the tokens that the step before it has found."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import chain
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.cpu import pointwise
@@ -12,8 +14,12 @@ from baton.engine.cpu.draw import draw_rows, filters, noise_keys
 from baton.engine.cpu.kernel import Repeated
 from baton.engine.cpu.recording import Arena, Recording, Unrecordable
 from baton.engine.model.attention import Decodes, Meta, PagedAttention, PagedKv, Span, plan_decodes
-from baton.engine.model.transformer import Transformer
+from baton.engine.model.checkpoint import ModelConfig
+from baton.engine.model.projections import Attention
 
+# (tokens [T], the hidden states before them [T, H], positions [T], keys and values) → (those at them, logits of what follows [T, V]);
+# H is 0 for what reads none, and tells none
+Forward = Callable[[Tensor, Tensor, Tensor, Attention], tuple[Tensor | None, Tensor]]
 Key = tuple[int, int, int, bool]  # sequences, a place or the steps, tokens that wait, whether they are drawn
 ROWS = 16  # sequences: in larger steps, Python is a small part
 
@@ -22,15 +28,20 @@ class DraftSteps:
     """Each step is recorded for each number of sequences, as `DecodeSteps` are, the first one for each number of tokens that wait, and the
     others for each place in the chain. A chain is made of what is recorded, and computes nothing when it is made."""
 
-    def __init__(self, model: Transformer, paged: PagedKv, most: int, others: int = 0) -> None:
-        """`most`: steps at most; `others`: so many tokens that are less likely are told, too, for the first step."""
-        self._model, self._paged, self._most = model, paged, most
-        each = 3 + -(-model.config.max_positions // paged.block_size)
+    def __init__(
+        self, forward: Forward, config: ModelConfig, paged: PagedKv, most: int, others: int = 0, states: Tensor | None = None
+    ) -> None:
+        """`config`: the layers of `paged` are its last ones. `most`: steps at most; `others`: so many tokens that are less likely are told,
+        too, for the first step. `states` `[most + 1, ROWS, H]`: who calls has put there the hidden states before the tokens that wait."""
+        self._forward, self._layers, self._paged, self._most = forward, config.attention[-len(paged.layers) :], paged, most
+        each = 3 + -(-config.max_positions // paged.block_size)
         self._index = np.zeros((most, ROWS * each), np.int64)  # of each step: see `Decodes.index`
         self._tokens = np.zeros((most + 1, ROWS), np.int64)  # of each step; the last are what the last one finds
         self._others = np.zeros((ROWS, others), np.int64)
         self._limits, self._counts = np.zeros((ROWS, 4), np.float32), np.zeros((ROWS, 2), np.int64)  # see `draw.filters`
         self._keys = np.zeros((most, ROWS), np.int64)  # of each step: see `draw.noise_keys`
+        self._states = torch.empty(most + 1, ROWS, 0) if states is None else states  # before the tokens of each step
+        self._places = torch.arange(ROWS)
         self._recordings: dict[Key, Recording[None]] = {}  # by place
         self._chains: dict[Key, Repeated] = {}  # by steps
         self._arena = Arena()
@@ -89,13 +100,16 @@ class DraftSteps:
     @torch.inference_mode()
     def _recorded(self, size: int, place: int, first: int, drawn: bool, keys: int) -> Recording[None]:
         """What a step finds is where the next one reads it."""
-        layers, count = self._model.config.attention, size * first
+        layers, count = self._layers, size * first
         index, tokens, noise = (torch.from_numpy(each) for each in (self._index[place], self._tokens, self._keys[place]))
         limits, counts, others = (torch.from_numpy(each[:size]) for each in (self._limits, self._counts, self._others))
         meta = Meta(index[:count], Decodes(count, index, keys), layers, index[:0], ((),) * len(layers), self._paged.scratch(0))
 
         def step() -> None:
-            logits = self._model.forward(tokens[place, :count], index[:count], PagedAttention(self._paged, meta), None)
+            before = self._states[place, :count]
+            states, logits = self._forward(tokens[place, :count], before, index[:count], PagedAttention(self._paged, meta))
+            if states is not None:  # they are copied to where the next step reads them
+                pointwise.embed(states, self._places[first - 1 : first - 1 + size], self._states[place + 1, :size], 1.0)
             last, found = logits[first - 1 :], tokens[place + 1, :size]
             if drawn:
                 draw_rows(last, limits, counts, noise[:size], found)

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -35,8 +35,11 @@ from baton.engine.model.checkpoint import Checkpoint, with_head
 from baton.engine.model.head import Head
 from baton.engine.model.kv_views import DTYPES
 from baton.engine.model.quantised.config import read_scheme
-from baton.engine.model.sampler import sample
+from baton.engine.model.sampler import draws_alone, sample, takes_greatest
 from baton.engine.runner import ROUNDED, ModelRunner
+
+if TYPE_CHECKING:
+    from baton.engine.draft_steps import DraftSteps
 
 ALONE = "BatonHead"  # as architecture: a folder that holds a head alone
 KEPT = 1024  # hidden states, of all sequences
@@ -68,6 +71,7 @@ class HeadDrafter(Drafter):
         self.kv = DraftKv(f"head-{fingerprint}", layout.dtype, 1, *sizes)
         self._block_size = layout.block_size
         self._costs = DraftCosts()
+        self._steps: DraftSteps | None = None
         self._numbers: dict[Sequence, int] = {}  # of sequences whose states are kept
         self._kept, self._kept_rows = deque[Kept](), 0
         self._unasked = KEPT + 1  # rows since the last question; at first, nothing is kept for one
@@ -94,6 +98,11 @@ class HeadDrafter(Drafter):
     def attach(self, kv: Tensor) -> None:
         ops = self._head.ops
         self._paged = PagedKv(kv, self.kv.value_dim, ops.attention(""), None, DTYPES[self.kv.dtype])
+        if ops.records and self._paged.kernels is not None:
+            from baton.engine.draft_steps import ROWS, DraftSteps
+
+            self._states = self._head.norm.new_zeros(self.bound + 1, ROWS, self._head.config.hidden)
+            self._steps = DraftSteps(self._head.forward, self._head.config, self._paged, self.bound, self._others, self._states)
 
     def follow(self, batch: Seq[Chunk], hidden: Tensor | None, yields: Seq[Tokens]) -> None:
         """See `Companion`. Decodes wait: where nothing is guessed, a step must cost no more than without a head."""
@@ -118,15 +127,50 @@ class HeadDrafter(Drafter):
         still far behind."""
         self._unasked = 0
         self._catch_up([ask.seq for ask in asks])
+        near = [ask for ask in asks if len(ask.seq.tokens) - ask.seq.drafted <= self._few]
+        drafts = dict(zip((ask.seq for ask in near), self._chained(near) or self._drawn(near), strict=True))
+        return [drafts.get(ask.seq, []) for ask in asks]
+
+    def _chained(self, asks: Seq[Ask]) -> list[Seq[int]] | None:
+        """What it guesses in one call, as many for each; None: guess step by step."""
+        params = [ask.seq.params for ask in asks]
+        greedy = all(map(takes_greatest, params))
+        alone = (greedy or all(map(draws_alone, params))) and all(ask.seq.matcher is None for ask in asks)
+        if self._steps is None or not asks or not alone or len(asks) > self._states.shape[1]:
+            return None
+        if self._others and not greedy and any(ask.others for ask in asks):
+            return None  # a chain draws no other choices
+        if len(asks) > 1 and (behind := [ask.seq for ask in asks if len(ask.seq.tokens) - ask.seq.drafted > 1]):
+            self._follow_up([(seq, len(seq.tokens) - 1) for seq in behind])
+        waiting, states = self._waiting(asks)
+        self._states[0, : len(states)] = states
+        texts = [ask.seq.tokens for ask in asks]
+        spans = [Span(len(text) - n, n, ask.seq.blocks, True) for ask, text, n in zip(asks, texts, waiting, strict=True)]
+        found = self._steps.guesses(
+            spans,
+            [text[-n:] for text, n in zip(texts, waiting, strict=True)],
+            min(ask.most for ask in asks),
+            None if greedy else params,
+        )
+        if found is None:
+            return None
+        for ask in asks:
+            ask.seq.drafted = len(ask.seq.tokens)
+        return trees(asks, [list(takewhile(lambda token: token >= 0, draft)) for draft in found[0]], found[1])
+
+    def _waiting(self, asks: Seq[Ask]) -> tuple[list[int], Tensor]:
+        """How many tokens of each wait for the first step, at least the last one, and the hidden states before them."""
+        waiting = [max(1, len(ask.seq.tokens) - ask.seq.drafted) for ask in asks]
+        states = [self._before(ask.seq, len(ask.seq.tokens) - n, n) for ask, n in zip(asks, waiting, strict=True)]
+        return waiting, states[0] if len(states) == 1 else torch.cat(states)
+
+    def _drawn(self, asks: Seq[Ask]) -> list[Seq[int]]:
         drafts: list[list[int]] = [[] for _ in asks]
         others: list[list[int]] = []
-        seqs = [imagined(ask.seq) for ask in asks]
-        going = [i for i, ask in enumerate(asks) if len(ask.seq.tokens) - ask.seq.drafted <= self._few]
-        waiting = [max(1, len(asks[i].seq.tokens) - asks[i].seq.drafted) for i in going]
-        states = [self._before(asks[i].seq, len(asks[i].seq.tokens) - n, n) for i, n in zip(going, waiting, strict=True)]
-        hidden = torch.cat(states) if states else None
-        for i in going:
-            asks[i].seq.drafted = len(asks[i].seq.tokens)
+        seqs, going = [imagined(ask.seq) for ask in asks], list(range(len(asks)))
+        waiting, hidden = self._waiting(asks) if asks else ([], None)
+        for ask in asks:
+            ask.seq.drafted = len(ask.seq.tokens)
         while going and hidden is not None:
             hidden, logits = self._step([seqs[i].tokens for i in going], [asks[i].seq.blocks for i in going], waiting, hidden)
             try:
@@ -134,8 +178,7 @@ class HeadDrafter(Drafter):
             except NothingToSample:
                 break
             if self._others and not others and any(ask.others for ask in asks):
-                found = other_choices(logits, said, self._others, partial(self._say, seqs=[seqs[i] for i in going]))
-                others = [found[going.index(i)] if i in going else [] for i in range(len(asks))]
+                others = other_choices(logits, said, self._others, partial(self._say, seqs=seqs))
             for i, token in zip(going, said, strict=True):
                 drafts[i].append(token.token)
                 seqs[i].tokens.append(token.token)
@@ -188,7 +231,10 @@ class HeadDrafter(Drafter):
                 ends.append((seq, min(len(seq.tokens) - 1, seq.drafted + left)))
                 left -= ends[-1][1] - seq.drafted
         if ends:
-            self._store(ends, torch.cat([self._before(seq, seq.drafted, end - seq.drafted) for seq, end in ends]))
+            self._follow_up(ends)
+
+    def _follow_up(self, ends: Seq[tuple[Sequence, int]]) -> None:
+        self._store(ends, torch.cat([self._before(seq, seq.drafted, end - seq.drafted) for seq, end in ends]))
 
     def _store(self, ends: Seq[tuple[Sequence, int]], before: Tensor) -> None:
         """Computes the KV of each up to its end, with the states before its tokens `[T, H]`."""

@@ -192,6 +192,41 @@ def test_it_guesses_what_plain_torch_guesses(family: str, every: int, deepseek: 
     assert drafter.remembered == 0
 
 
+@pytest.mark.parametrize("way", [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 40, "seed": 3}])
+def test_several_steps_in_one_call_guess_what_single_steps_guess(way: dict[str, Any]) -> None:
+    """One sequence with one to several tokens that wait, and several. Steps after the first read the hidden states of the one before."""
+    runner, told = load_runner(ModelRunner, SHIPPED, products="baton"), []
+    folder = SHIPPED.with_name(f"{SHIPPED.name}-head")
+    for chained in (True, False):
+        drafter, calls = HeadDrafter.load(runner, SHIPPED, folder, "auto", MOST), [0]
+        drafter._unasked = 0
+        engine = engine_of(runner, drafter)
+        steps = drafter._steps
+        assert steps is not None
+        guesses = steps.guesses
+
+        def counting(*given: Any, calls: list[int] = calls, guesses: Any = guesses) -> Any:
+            calls[0] += (found := guesses(*given)) is not None
+            return found
+
+        steps.guesses = counting  # type: ignore[assignment,method-assign]
+        drafter._steps = steps if chained else None
+        said = []
+        for crowd in (1, 3):
+            seqs = [sequence(f"{crowd}{i}", [5 + (7 * i + k) % 190 for k in range(9)], max_tokens=50, **way) for i in range(crowd)]
+            for seq in seqs:
+                engine.add(seq)
+            while not engine.idle:
+                engine.step()
+            said.append(([seq.tokens for seq in seqs], engine.counts.copy().guesses))
+        assert (calls[0] > 20) == chained
+        told.append(said)
+    (alone, several), (plain, plain_several) = told
+    assert alone == plain and several[0] == plain_several[0]
+    right = [sum(each.accepted for each in counted.values()) for _, counted in (alone, several, plain_several)]
+    assert right[0] > 10 and 0.8 * right[2] < right[1], "a chain has as many steps for each"
+
+
 def test_a_step_in_which_nothing_is_guessed_computes_nothing_for_it(tale_head: Path) -> None:
     """And after a while, it keeps nothing for the next guess either."""
     runner, calls = load_runner(ModelRunner, SHIPPED, products="baton"), list[int]()
