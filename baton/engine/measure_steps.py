@@ -37,8 +37,8 @@ def step_line(runner: Runner, most: int, guesses: int) -> Line:
 
     clock = time.perf_counter if runner.on_device else time.thread_time
     line, begun = measured(run, max(2, most), clock), clock()
-    for rows in range(1, 1 + wide):  # a recorded step is slow when it is computed first
-        if clock() - begun < BUDGET_S / 4:
+    for rows in range(1, most + wide):  # a recorded step is slow when it is computed first
+        if clock() - begun < BUDGET_S / 2:
             run(rows)
     return line
 

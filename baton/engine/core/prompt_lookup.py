@@ -32,11 +32,11 @@ class History:
 
     def take_in(self, tokens: Seq[int], most: int) -> None:
         """Learns at most `most` of the places that it does not know yet."""
-        known = len(self._earlier)
-        for place in range(known, min(len(tokens), known + most)):
-            before = tuple(tokens[place - SHORTEST : place])
-            self._earlier.append(self._latest.get(before, NOWHERE))
-            self._latest[before] = place
+        known, latest, earlier = len(self._earlier), self._latest, self._earlier
+        new = tokens[known - SHORTEST : min(len(tokens), known + most) - 1]
+        for place, before in enumerate(zip(*(new[i:] for i in range(SHORTEST)), strict=False), known):
+            earlier.append(latest.get(before, NOWHERE))
+            latest[before] = place
 
     def match(self, tokens: Seq[int]) -> int:
         """The place after the longest match of the last tokens, or NOWHERE."""
@@ -116,6 +116,7 @@ class PromptLookup(Drafter):
         return Tree.of(guess, (read_on(seq.tokens, place, ask.most) for place in places))
 
     def _place(self, seq: Sequence) -> int:
-        history = self._histories.setdefault(seq, History())
+        if (history := self._histories.get(seq)) is None:
+            history = self._histories[seq] = History()
         history.take_in(seq.tokens, TAKEN_IN)
         return history.match(seq.tokens)
