@@ -247,6 +247,8 @@ def test_a_missing_device_is_refused(small: Path) -> None:
         ({"threads": 0}, "engine.threads"),
         ({"kv_memory_fraction": 0.0}, "engine.kv_memory_fraction"),
         ({"kv_memory_fraction": 1.5}, "engine.kv_memory_fraction"),
+        ({"speculation": "oracle"}, "engine.speculation"),
+        ({"speculation_tokens": 0}, "engine.speculation_tokens"),
     ],
 )
 def test_impossible_options_are_refused_by_name(change: dict[str, Any], key: str) -> None:

@@ -107,6 +107,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         }.items()
     ],
     ("output_so_far.ids", {"output_so_far": (1,)}),
+    ("n", {"n": 2}),
+    ("n", {"best_of": 2}),
     ("sampling.max_tokens", {"beams": Beams(32), "sampling": {"max_tokens": MAX_TOKENS // 32 + 1}}),
 ]  # fmt: skip
 

@@ -21,6 +21,7 @@ ALL = Offer(("prompt_lookup", "prediction"), 8)
 FILE = "first line\nsecond line\nthird line\n"
 EDITED = "first line\nnew line\nthird line\n"
 FEW = pb.SamplingParams(max_tokens=9)
+BEAM = pb.Beam(width=4, count=1)
 BODY = HELLO | {"prediction": {"type": "content", "content": FILE}}
 
 
@@ -72,6 +73,9 @@ def request(prediction: Any = None, **fields: Any) -> pb.GenerateRequest:
         (ALL, request([1, 257]), "prediction.token_ids.ids[1]"),
         (ALL, request("x" * 3000, n=100, sampling=FEW), "prediction.text"),
         (ALL, request([1] * 3000, n=1, best_of=100, sampling=FEW), "prediction.token_ids"),
+        (ALL, request(FILE, beam=BEAM), "prediction"),
+        (ALL, request([1, 2], beam=BEAM), "prediction"),
+        (ALL, request(beam=BEAM, n=2), "n"),
     ],
 )
 async def test_what_cannot_be_had_is_refused_by_its_field(
