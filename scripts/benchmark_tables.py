@@ -344,7 +344,7 @@ def whole() -> str:
 # table → the file of benchmarks/results that it is made of, and what makes it
 def speculation() -> str:
     """Each method beside none: by the clock, and in brackets by processor time."""
-    rows = [row for row in load("speculation")["rows"] if row["tokens_s"]]
+    rows = [row for row in load("speculation")["rows"] if row["tokens_s"] and "peer" not in row]
     batches = sorted({row["batch"] for row in rows})
     table = []
     for (model, text, heat, method), each in groupby(rows_by(rows), key=cell_of):
@@ -373,7 +373,8 @@ def _speed(row: dict[str, Any] | None, method: str) -> str:
 def acceptance() -> str:
     """Of the guesses at each place, how many became output; over all batches."""
     places, table = range(1, 9), []
-    for (model, text, heat, method), each in groupby(rows_by(load("speculation")["rows"]), key=cell_of):
+    rows = [row for row in load("speculation")["rows"] if "peer" not in row]
+    for (model, text, heat, method), each in groupby(rows_by(rows), key=cell_of):
         counted = {place: [0, 0] for place in places}
         for place, drafted, accepted in (one for row in each for found in row["acceptance"].values() for one in found):
             if place in counted:
@@ -383,6 +384,22 @@ def acceptance() -> str:
             shares = [f"{right / drafted:.0%}" if drafted else "" for drafted, right in counted.values()]
             table.append([model, text, number(heat), method, number(counted[1][0]), *shares])
     return markdown(["model", "text", "T", "method", "steps", *map(str, places)], table)
+
+
+def speculation_peers() -> str:
+    """What guesses bring each engine, beside itself without, at temperature 0."""
+    found, table = [row for row in load("speculation")["rows"] if row["tokens_s"] and row["temperature"] == 0], []
+    for key in sorted({(row["model"], row["text"], row["batch"]) for row in found if "peer" in row}):
+        rows = [row for row in found if (row["model"], row["text"], row["batch"]) == key]
+        for engine in sorted({row.get("peer", "baton") for row in rows}, key=lambda name: (name != "baton", name)):
+            own = [row for row in rows if row.get("peer", "baton") == engine]
+            plain = [row for row in own if row["method"] in ("none", engine)]
+            best = max((row for row in own if row not in plain), key=lambda row: median(row["to_none"]), default=None)
+            shown = ["", ""] if best is None else [best["method"].removeprefix(f"{engine} "), f"{median(best['to_none']):.2f}x"]
+            table.append([*map(str, key), engine, *(number(median(row["tokens_s"])) for row in plain), *shown])
+    if not table:
+        return "No peer was installed when this was measured."
+    return markdown(["model", "text", "batch", "engine", "tokens/s without guesses", "best method", "factor"], table)
 
 
 def stores() -> str:
@@ -432,7 +449,7 @@ TABLES |= {
     make.__name__: (make.__name__, make)
     for make in (observability, products, quality, continuation, step_profile, families, batching, whole)
 }
-TABLES |= {make.__name__: ("speculation", make) for make in (speculation, acceptance)}
+TABLES |= {make.__name__: ("speculation", make) for make in (speculation, acceptance, speculation_peers)}
 TABLES |= {make.__name__: ("stores", make) for make in (stores, reopened)}
 # Those of docs/benchmarks.md, which are made of many files.
 AIMS: dict[str, Callable[[], str]] = {"peers-aims": peers_aims, "aims": other_aims}

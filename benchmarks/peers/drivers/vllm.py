@@ -17,6 +17,7 @@ def start(message: Message) -> tuple[str, Handler]:
         enable_prefix_caching=False,
         max_num_seqs=message["max_seqs"],
         max_num_batched_tokens=message["max_batched_tokens"],
+        speculative_config=message.get("speculation"),
         seed=0,
     ).llm_engine
 
