@@ -22,7 +22,7 @@ from baton.cluster.metrics import Book
 from baton.cluster.rpc import told
 from baton.cluster.telemetry import Span, Tracer
 from baton.engine.core.contract import ServingEngine
-from baton.engine.core.engine import Output, Refused
+from baton.engine.core.engine import Output, Refused, Unfetchable
 from baton.engine.core.sequence import Sequence
 from baton.worker.kv_port import KvPort
 from baton.worker.refusal import failure, refusal
@@ -185,8 +185,11 @@ class DecodeWorker:
         if (handle.start, handle.end) != (0, whole):
             raise BatonError(Reason.LEASE_REFUSED, f"the handle is for positions {handle.start} to {handle.end}, the request has {whole}")
         async with self._room:
-            while not await self.engine.reserve(seq):
-                await asyncio.sleep(ROOM_POLL_S)
+            try:
+                while not await self.engine.reserve(seq):
+                    await asyncio.sleep(ROOM_POLL_S)
+            except Unfetchable as error:
+                raise BatonError(Reason.LEASE_REFUSED, str(error)) from None
         failpoint("kv.reserved")
         call.handoff = fetch.report
         call.handoff.blocks_reused = await self.port.fill(seq, fetch)

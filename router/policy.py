@@ -5,7 +5,7 @@
                      Ties: fewer waiting tokens, then without a fetch, then the request's `tie`.
                      Bypass, so that the decode worker computes the prompt itself: if no prefill worker is left, or if the decode
                      worker that would be chosen lacks at most `bypass_tokens` of the prompt, or serves both roles and is the best for
-                     both.
+                     both, or has a pool that the prompt does not fit: KV longer than a pool is not handed over.
                      Saturated while no decode worker can take the sequence: a prompt computed now would have nowhere to go.
                      Blocks that another worker caches can be fetched from it, the `source`, if it lends them. A fetch costs as much as
                      `fetch_tokens` tokens, so it is used if it saves more. In the same way, loading what a worker keeps in its own tiers
@@ -128,7 +128,9 @@ def choose_prefill(
     decoder = _choose_decode(model, held, longest, exclude, terms, tie)
     if isinstance(decoder, Saturated) or (decoder is not None and not _takes(model, decoder, longest)):
         return Saturated()
-    workers = [worker for worker in model.prefill_workers() if _identity(worker) not in exclude]
+    if decoder is not None and not _holds(model.members.record(decoder.name), prompt_tokens):
+        return Bypass("longer than the pool")
+    workers = [worker for worker in model.prefill_workers() if _identity(worker) not in exclude and _holds(worker, prompt_tokens)]
     if not workers:
         return Bypass("no prefill worker")
     if decoder is not None:
@@ -233,6 +235,11 @@ def _lowest(candidates: Sequence[T], key: Callable[[T], tuple[float, ...]], tie:
     lowest = min(keys)
     equal = [candidate for candidate, its in zip(candidates, keys, strict=True) if its == lowest]
     return equal[tie % len(equal)]
+
+
+def _holds(worker: WorkerRecord, tokens: int) -> bool:
+    """Whether its pool has room for a prompt; all have that but for contexts that are longer than a pool (`tiers.long_contexts`)."""
+    return tokens <= worker.kv_blocks * worker.block_size or worker.max_model_len <= worker.kv_blocks * worker.block_size
 
 
 def _takes(model: ServedModel, candidate: _Candidate, longest: int) -> bool:

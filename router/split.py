@@ -16,6 +16,7 @@ HANDOFF = "handoff"
 WHERE = {
     "short": "router.bypass_tokens is high",
     "cached": "router.bypass_tokens is high",
+    "longer than the pool": "such KV is not handed over: see engine.kv_memory_mib and tiers.long_contexts",
     "no prefill worker": "none is usable: see prefill.replicas, the roles of the workers, and `baton status`",
     "same worker": "workers serve both roles",
     "recomputed": "decode workers cannot read the KV: see kv.port and the network between the pools",

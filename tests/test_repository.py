@@ -83,6 +83,7 @@ ARROWS = {
         "baton.engine.core.block_key",
         "baton.engine.core.colder",
         "baton.engine.core.kvcache",
+        "baton.engine.core.long_contexts",
         "baton.engine.core.pages",
         "baton.moves",
     },

@@ -117,6 +117,14 @@ class TiersConfig(Section):
         " set: it is not encrypted.",
     )
 
+    long_contexts: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="How many sequences that are longer than the pool may run at once on a worker; their old blocks live in a tier (memory"
+        " or disk) and are read from there at each step, which is slow. 0: a sequence has to fit the pool.",
+    )
+
     @field_validator("object")
     @classmethod
     def _no_password(cls, url: str | None) -> str | None:
@@ -132,6 +140,8 @@ class TiersConfig(Section):
             raise ValueError("object and object_mib go together: set both or neither")
         if self.key_file is not None and self.disk is None and self.object is None:
             raise ValueError("key_file needs disk or object")
+        if self.long_contexts and self.memory_mib is None and self.disk is None:
+            raise ValueError("long_contexts needs memory_mib or disk: others write to an object store, too, and what is there may go")
         if self.object_endpoint is not None and not (self.object or "").startswith("s3://"):
             raise ValueError("object_endpoint needs an object that begins with s3://")
         return self

@@ -38,7 +38,7 @@ FINISHES = ("stop", "length")
 TRANSPORTS = ("nixl", "nixl_vram", "tcp", "cuda_ipc", "none")
 OBJECTIVES = ("ttft", "tpot", "e2e")
 DOORS = ("grpc", "http")
-BYPASSES = ("short", "cached", "no prefill worker", "same worker", "prompt_logprobs")
+BYPASSES = ("short", "cached", "longer than the pool", "no prefill worker", "same worker", "prompt_logprobs")
 METHODS = (*(name for name in get_args(EngineOptions.model_fields["speculation"].annotation) if name != "none"), "prediction")
 POSITIONS = tuple(str(place) for place in range(1, 17))
 TIERS = MEDIA[1:]

@@ -26,6 +26,7 @@ from baton.engine.speculation import BESIDE, BRANCHING, draft_kv, exact, make_dr
 
 log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 256  # more would take longer and gain little
+LEAST_BLOCKS = 8  # of a pool, half of which is the window of a longer sequence
 ODD_TOKENS = 45  # compilers for devices make other kernels for lengths that are not multiples of 16
 
 
@@ -57,6 +58,10 @@ def check(options: Options) -> None:
         raise BuildError(f"engine.speculation_branches: {branches} needs engine.speculation {' or '.join(BRANCHING)}, not {method}")
     if options.direct and (options.engine.device == "cpu" or options.engine.kind == "vllm"):
         raise BuildError("kv.transport: cuda_ipc needs engine.device cuda and engine.kind baton")
+    if options.long_contexts and (options.engine.kind != "baton" or options.engine.device != "cpu"):
+        raise BuildError("tiers.long_contexts needs engine.kind baton and engine.device cpu")
+    if options.long_contexts and method in BESIDE:
+        raise BuildError(f"tiers.long_contexts: needs an engine.speculation other than {method}, whose KV has to be in the pool")
     if options.describes and options.engine.kind != "baton":
         raise BuildError("kv.events: needs engine.kind baton")
 
@@ -153,7 +158,8 @@ def _on_cpu(runner: Any, options: Options, longest: int) -> Engine:
     blocks = count_blocks(options, longest, runner.layout.block_bytes, available_memory())
     runner.attach(KvPool(runner.layout, blocks))
     engine = options.engine
-    return Engine(runner, engine.limits, longest, engine.prefix_caching, engine.reuse_output, _drafter(options, runner))
+    longer = options.long_contexts
+    return Engine(runner, engine.limits, longest, engine.prefix_caching, engine.reuse_output, _drafter(options, runner), longer)
 
 
 def _on_device(runner: Any, options: Options, longest: int) -> Engine:
@@ -242,8 +248,10 @@ def count_blocks(options: Options, longest: int, block_bytes: int, available: in
     assert options.engine.kv_memory_fraction is not None, "settle the options first"
     budget = options.engine.kv_memory_bytes or int(available * options.engine.kv_memory_fraction)
     blocks = min(budget // block_bytes, 2 * options.engine.limits.max_num_seqs * per_sequence)
-    if blocks < per_sequence:
+    if blocks < (min(per_sequence, LEAST_BLOCKS) if options.long_contexts else per_sequence):
         key = "engine.kv_memory_mib" if options.engine.kv_memory_bytes else "engine.kv_memory_fraction"
+        if options.long_contexts:
+            raise BuildError(f"{key}: {budget / 2**20:.1f} MiB hold {blocks} blocks of KV; tiers.long_contexts needs {LEAST_BLOCKS}")
         raise BuildError(
             f"{key}: {budget / 2**20:.1f} MiB hold {blocks * options.block_size} tokens of KV, fewer than one sequence of"
             f" {longest} tokens needs ({per_sequence * block_bytes / 2**20:.1f} MiB); give more memory or lower model.max_model_len"

@@ -257,6 +257,7 @@ class Options:
     direct: bool = False  # peers only read and write the memory of the device itself
     share: float = 1.0  # of a GPU's memory, which other processes share
     describes: bool = False  # the events of the prefix cache tell what blocks hold
+    long_contexts: int = 0  # sequences that may run at once although they are longer than the pool
 
     @classmethod
     def of(cls, path: Path, *, direct: bool = False, **keys: Any) -> Self:

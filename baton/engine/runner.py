@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.core.kvcache import DraftKv, KvLayout, KvPool
+from baton.engine.core.long_contexts import Shelf
 from baton.engine.core.protocol import Chunk, Tokens
 from baton.engine.core.sampling import Sampled
 from baton.engine.core.sequence import Sequence
@@ -23,8 +24,10 @@ from baton.engine.model.checkpoint import Checkpoint, expected_tensors
 from baton.engine.model.config_json import read_config
 from baton.engine.model.kv_views import DTYPES, views
 from baton.engine.model.linear import PLAIN
+from baton.engine.model.long_attention import LongKv
 from baton.engine.model.memory import keep_memory, return_memory
 from baton.engine.model.ops import Ops
+from baton.engine.model.projections import Attention
 from baton.engine.model.quantised.matrix import Matrix
 from baton.engine.model.sampler import sample, score, takes_greatest
 from baton.engine.model.sizes import rounded_up
@@ -98,6 +101,7 @@ class ModelRunner:
         self.max_positions = model.config.max_positions
         self._paged: PagedKv | None = None
         self._steps: DecodeSteps | None = None
+        self._long: LongKv | None = None
         self.draft: Companion | None = None
         self.on_device = device.type != "cpu"
         self.matrices = ", ".join(f"{count} {form}" for form, count in sorted(model.forms.items()) if form != PLAIN)
@@ -179,6 +183,10 @@ class ModelRunner:
 
             self._steps = DecodeSteps(self.model, paged)
 
+    def read_from(self, shelf: Shelf, longest: int) -> None:
+        """See `ReadsShelf`. Call it when there is a pool."""
+        self._long = LongKv(self.pool, self.paged, shelf, longest)
+
     @property
     def paged(self) -> PagedKv:
         assert self._paged is not None, "attach a pool first"
@@ -218,7 +226,9 @@ class ModelRunner:
         return computed.logits if computed.best is None else computed.logits.clone()
 
     def _logits(self, batch: Seq[Chunk]) -> Computed:
-        """What `logits_of` finds for the parts of the batch."""
+        """What `logits_of` finds for the parts of the batch; each long sequence is computed by itself."""
+        if self._long is not None and any(chunk.seq.long for chunk in batch):
+            return self._mixed(batch, self._long)
         return self.logits_of([part for chunk in batch for part in parts_of(chunk, self.takes_steps)])
 
     def logits_of(self, parts: Seq[Part]) -> Computed:
@@ -229,9 +239,29 @@ class ModelRunner:
         return self._planned(parts, self.paged)
 
     @torch.inference_mode()
+    def _mixed(self, batch: Seq[Chunk], long: LongKv) -> Computed:
+        logits: dict[int, Tensor] = {}  # chunk → rows
+        for i, chunk in enumerate(batch):
+            if chunk.seq.long:
+                found = [part._replace(span=part.span._replace(blocks=long.table(chunk.seq))) for part in parts_of(chunk, self.takes_steps)]
+                order = batch_order([part.span for part in found])
+                attention = long.attention(chunk.seq, [found[j].span for j in order], self.model.config.attention)
+                logits[i] = self._computed(found, order, attention.positions, attention).logits
+        whole = [i for i in range(len(batch)) if i not in logits]
+        parts = [parts_of(batch[i], self.takes_steps) for i in whole]
+        if whole:
+            rows = self.logits_of([part for own in parts for part in own]).logits
+            logits |= zip(whole, rows.split([sum(part.wants for part in own) for own in parts]), strict=True)
+        return Computed(torch.cat([logits[i] for i in range(len(batch))]), None, None)
+
+    @torch.inference_mode()
     def _planned(self, parts: Seq[Part], paged: PagedKv) -> Computed:
         order = batch_order([part.span for part in parts])
         meta = plan([parts[i].span for i in order], paged, self.model.config.attention)
+        return self._computed(parts, order, meta.positions, PagedAttention(paged, meta))
+
+    def _computed(self, parts: Seq[Part], order: list[int], given: Tensor, attention: Attention) -> Computed:
+        """`given`: the positions of the parts in this order."""
         tokens: list[int] = []
         own: dict[int, range] = {}  # part → rows of the step
         for i in order:
@@ -241,9 +271,8 @@ class ModelRunner:
         more = more_rows = 0
         if self.model.ops.recurring:
             more, more_rows = rounded_up(len(tokens)) - len(tokens), rounded_up(len(rows)) - len(rows)
-        positions = F.pad(meta.positions, (0, more)) if more else meta.positions
+        positions = F.pad(given, (0, more)) if more else given
         padded, padded_rows = self._tensor(tokens + [0] * more), self._tensor(rows + rows[-1:] * more_rows)
-        attention = PagedAttention(paged, meta)
         if self.draft is None or not self.draft.reads_hidden:
             return Computed(self.model.forward(padded, positions, attention, padded_rows)[: len(rows)], None, None)
         hidden = self.model.hidden(padded, positions, attention, None)

@@ -23,6 +23,8 @@ async def start_engine(options: Options, listener: Listener, progress: Progress 
     engine = options.engine
     if tiers is not None and not (engine.kind == "baton" and engine.prefix_caching):
         raise BuildError("tiers need engine.kind baton and engine.prefix_caching")
+    if options.long_contexts and tiers is None:
+        raise BuildError("tiers.long_contexts: there is no tier")
     if options.engine.kind == "vllm":
         progress(Step("starting vLLM"))
         from baton.engine.vllm.engine import VllmEngine  # the others start without it

@@ -22,7 +22,7 @@ from baton.tiers.disk_files import Files, Rates, measure, prefers_direct
 from baton.tiers.disk_folder import LOG, Folder
 from baton.tiers.disk_log import DROP, PUT, Log
 from baton.tiers.kind import Kind
-from baton.tiers.slots import Entry, Slots
+from baton.tiers.slots import Entry, Pins, Slots
 from baton.tiers.store import StoreFailed, Unit, Wanted
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,8 @@ class DiskStore:
         self._lock = threading.Lock()  # over the calls and the session; never held while the disk is waited for
         self._opening = threading.Lock()
         self._closed = False
-        self._slots = Slots(capacity)
+        self.pins = Pins()
+        self._slots = Slots(capacity, self.pins)
         self._session: Session | None = None
         try:
             self._open()
@@ -265,7 +266,7 @@ class DiskStore:
             self._opening.release()
 
     def _new_session(self) -> Session:
-        began, slots = self._clock(), Slots(self.capacity)
+        began, slots = self._clock(), Slots(self.capacity, self.pins)
         with ExitStack() as opened:
             folder = Folder(self.path, self._kind, self.capacity, self._device)
             opened.callback(folder.close)

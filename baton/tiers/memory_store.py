@@ -10,7 +10,7 @@ from xxhash import xxh3_128_digest
 
 from baton.engine.core.block_key import HOST
 from baton.engine.core.pages import in_huge_pages
-from baton.tiers.slots import Slots
+from baton.tiers.slots import Pins, Slots
 from baton.tiers.store import StoreFailed, Unit, Wanted
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -32,7 +32,8 @@ class MemoryStore:
         memory = in_huge_pages(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         # uint8 [capacity, unit_bytes]; NumPy copies without the interpreter's lock
         self._memory: Bytes | None = np.frombuffer(memory, np.uint8).reshape(capacity, unit_bytes)
-        self._slots = Slots(capacity)
+        self.pins = Pins()
+        self._slots = Slots(capacity, self.pins)
 
     def keys(self) -> list[bytes]:
         return self._slots.keys()

@@ -47,6 +47,7 @@ class ObjectStore:
     """See `Store`."""
 
     medium = REMOTE
+    pins = None
 
     def __init__(
         self,

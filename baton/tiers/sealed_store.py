@@ -60,7 +60,7 @@ class SealedStore:
     def __init__(self, inside: Store, secret: bytes, clock: Callable[[], float] = time.perf_counter) -> None:
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"a key has {SECRET_BYTES} bytes, not {len(secret)}")
-        self.medium, self.capacity = inside.medium, inside.capacity
+        self.medium, self.capacity, self.pins = inside.medium, inside.capacity, inside.pins
         self.unit_bytes = inside.unit_bytes - SEAL_BYTES
         self.cipher = min(CIPHERS, key=lambda number: _seconds(number, clock))
         self._inside = inside

@@ -1,12 +1,12 @@
 """Which key is in which slot of a store that has room for so many units, and which goes first. It touches no medium.
 
-A unit that is being written has a slot and is not held; nobody evicts it. A unit that is read while its slot gets another is found by its
-digest: readers hold nothing back.
+A unit that is being written has a slot and is not held; nobody evicts it, nor one that is pinned. A unit that is read while its slot gets
+another is found by its digest: readers hold nothing back.
 """
 
 import heapq
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -25,11 +25,40 @@ class Placed(NamedTuple):
     lost: list[bytes]
 
 
+class Pins:
+    """Keys that a store must not give up for others, once it holds them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[bytes] = Counter()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._counts
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            self._counts.update(keys)
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """One pin of each. Raises ValueError for a key that has none."""
+        with self._lock:
+            for key in keys:
+                if key not in self._counts:
+                    raise ValueError(f"{key.hex()} is not pinned")
+                self._counts[key] -= 1
+                if not self._counts[key]:
+                    del self._counts[key]
+
+
 class Slots:
     """Thread-safe; no call waits."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, pins: Pins | None = None) -> None:
         self.capacity = capacity
+        self._pins = Pins() if pins is None else pins
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # held; the longest unused first
         self._freed: list[int] = []  # a heap: what is written together lies together
         self._fresh = 0  # this slot and those behind it were never used
@@ -55,14 +84,16 @@ class Slots:
             return [self._entries.get(key) for key in keys]
 
     def reserve(self, units: Sequence[Unit]) -> Placed:
-        """Slots for those that are not held. If there is not room for all, the last ones get it."""
+        """Slots for those that are not held. If there is not room for all, those that are pinned and the last ones get it."""
         with self._lock:
             news = {unit.key: unit for unit in reversed(units) if unit.key not in self._entries}
-            wanted = list(reversed(news.values()))
+            wanted = sorted(reversed(news.values()), key=lambda unit: unit.key in self._pins)
             lost: list[bytes] = []
-            while self._entries and self._room < min(len(wanted), self.capacity):
-                key, entry = self._entries.popitem(last=False)
-                heapq.heappush(self._freed, entry.slot)
+            while self._room < min(len(wanted), self.capacity):
+                key = next((key for key in self._entries if key not in self._pins), None)
+                if key is None:
+                    break
+                heapq.heappush(self._freed, self._entries.pop(key).slot)
                 lost.append(key)
             over = max(0, len(wanted) - self._room)
             lost += [unit.key for unit in wanted[:over]]

@@ -5,8 +5,20 @@ absent, and known by the block's key, in which model, tenant's salt and number t
 the pool's bytes, taken before they left; a store gives a unit back only if what lies in the reader's memory has that digest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
+
+
+class Pins(Protocol):
+    """`baton.tiers.slots.Pins`."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, key: bytes) -> bool: ...
+
+    def add(self, keys: Iterable[bytes]) -> None: ...
+
+    def remove(self, keys: Iterable[bytes]) -> None: ...
 
 
 class StoreFailed(Exception):
@@ -30,6 +42,11 @@ class Store(Protocol):
     medium: str  # one of MEDIA but the device
     unit_bytes: int
     capacity: int  # units
+
+    @property
+    def pins(self) -> Pins | None:
+        """Keys that `put` does not give up for others. None: others put units there, too."""
+        ...
 
     def keys(self) -> list[bytes]:
         """Those that are held, the longest unused first."""

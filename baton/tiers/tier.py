@@ -67,6 +67,7 @@ MOVES = Moves(
 class Save(NamedTuple):
     units: Sequence[tuple[bytes, int | memoryview]]  # key, and a block of the pool or the content; it does not change until `done`
     done: Callable[[], None]
+    urgent: bool = False  # somebody waits: it is written next, at any rate, and not dropped
 
 
 class Piece(NamedTuple):
@@ -78,6 +79,7 @@ class Piece(NamedTuple):
     # The units of these keys are in the carrier's memory, and have been verified. Puts them into the pool, and tells which are whole there.
     take: Callable[[Sequence[int], Carrier], Sequence[bool]]
     done: Callable[[], None]
+    counts: bool = True  # whether it says what the tier is worth, and how fast loads are
 
 
 class Told(NamedTuple):
@@ -127,6 +129,7 @@ class Tier:
         self._lock = threading.Lock()  # over the queues, the state and the worth; never held while a store is asked
         self._to_write, self._to_read = threading.Condition(self._lock), threading.Condition(self._lock)
         self._saves: deque[Save] = deque()
+        self._urgent: deque[Save] = deque()  # their givers wait for them, so there are few
         self._drops: list[bytes] = []
         self._writing: Save | None = None
         self._most = max(1, QUEUED_BYTES // store.unit_bytes)
@@ -168,7 +171,7 @@ class Tier:
         dropped: list[Save] = []
         with self._lock:
             if self.on:
-                self._saves.append(save)
+                (self._urgent if save.urgent else self._saves).append(save)
                 while len(self._saves) > 1 and sum(len(each.units) for each in self._saves) > self._most:
                     dropped.append(self._saves.popleft())
                 self.worth.tally.dropped += sum(len(each.units) for each in dropped)
@@ -236,12 +239,12 @@ class Tier:
     def _due(self) -> Save | None:
         with self._lock:
             wait_s = LOOK_S if not self._saves else self._next_write - self._clock()
-            wait_s = 0.0 if self._drops else wait_s
+            wait_s = 0.0 if self._drops or self._urgent else wait_s
             if wait_s > 0 and self.state is not State.CLOSED:
                 self._to_write.wait(min(wait_s, LOOK_S))
-            if not self._saves or self._next_write > self._clock():
+            if not self._urgent and (not self._saves or self._next_write > self._clock()):
                 return None
-            self._writing = self._saves.popleft()
+            self._writing = (self._urgent or self._saves).popleft()
             return self._writing
 
     def _put(self, save: Save) -> None:
@@ -282,7 +285,10 @@ class Tier:
         victims = max(0, self.units + count - store.capacity)
         if below is None or not below.on or not victims:
             return
-        keys = store.keys()[:victims]
+        keys, pins = store.keys(), store.pins
+        if pins:
+            keys = [key for key in keys if key not in pins]
+        keys = keys[:victims]
         keys = [key for key, held in zip(keys, below.store.holds(keys), strict=True) if not held]
         copies = [memoryview(bytearray(store.unit_bytes)) for _ in keys]
         with self._asks():
@@ -360,8 +366,9 @@ class Tier:
         now, asked, good, size = self._clock(), len(came), sum(came), self.store.unit_bytes
         saved_s = piece.compute_s * good / asked if now - piece.began <= piece.compute_s else 0.0  # later, it was computed
         with self._lock:
-            self.worth.read(asked, good, size, now - began, saved_s, now)
-            if good:
+            if piece.counts:
+                self.worth.read(asked, good, size, now - began, saved_s, now)
+            if good and piece.counts:
                 self._rate.note(good * size, began - piece.began, now - began, now)
         if good < asked:
             self._tell(False, [key for key, whole in zip(piece.keys, came, strict=True) if not whole])
@@ -391,7 +398,7 @@ class Tier:
                 self._move("try")
                 self.worth.begin(now)
             self._return()
-        elif self.on and not self.worth.pays(now):
+        elif self.on and not self.store.pins and not self.worth.pays(now):
             saved, spent = self.worth.lately(now)
             self._off("cost", f"it saved {saved:.1f} s and cost {spent:.1f} s lately", now + REST_S)
 
@@ -437,8 +444,9 @@ class Tier:
 
     def _abandon(self) -> None:
         with self._lock:
-            saves, pieces = [*self._saves, *([self._writing] if self._writing else [])], list(self._pieces)
+            saves, pieces = [*self._urgent, *self._saves, *([self._writing] if self._writing else [])], list(self._pieces)
             self._writing = None
+            self._urgent.clear()
             self._saves.clear()
             self._pieces.clear()
         for save in saves:

@@ -13,6 +13,7 @@ from functools import partial
 from baton.engine.core.colder import Policy, Report
 from baton.engine.core.kvcache import Carrier, Pool
 from baton.tiers.choice import units_to_load
+from baton.tiers.shelf import PinnedShelf
 from baton.tiers.store import Store
 from baton.tiers.tier import Bounds, Piece, Save, Tier, Told
 
@@ -47,6 +48,15 @@ class Tiers:
     def close(self) -> None:
         for tier in self.tiers:
             tier.close()
+
+    def shelf(self, longest: int) -> PinnedShelf:
+        """In the nearest tier that has room for `longest` tokens, or the largest."""
+        need = -(-longest // self._pool.layout.block_size)
+        tiers = [tier for tier in self.tiers if tier.store.pins is not None]
+        if not tiers:
+            raise ValueError("tiers.long_contexts: needs tiers.memory_mib or tiers.disk")
+        roomy = next((tier for tier in tiers if tier.store.capacity >= need), None)
+        return PinnedShelf(roomy or max(tiers, key=lambda tier: tier.store.capacity))
 
     @property
     def media(self) -> list[str]:

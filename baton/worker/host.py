@@ -351,4 +351,4 @@ def options(config: Config, gpus: float | str = 1.0) -> Options:
         log.warning("%s", choice.note)
     engine = engine.model_copy(update={"threads": engine.threads or quota_cores(), "device": choice.device})
     share = gpus if isinstance(gpus, float) and 0 < gpus < 1 else 1.0
-    return Options(config.model, engine, config.kv.transport == "cuda_ipc", share, config.kv.events is not None)
+    return Options(config.model, engine, config.kv.transport == "cuda_ipc", share, config.kv.events is not None, config.tiers.long_contexts)

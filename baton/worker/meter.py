@@ -8,7 +8,7 @@ from baton.cluster.membership import Membership
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.contract import Facts
-from baton.engine.core.engine import Guessed
+from baton.engine.core.counts import Guessed
 from baton.tiers.tier import Told
 
 

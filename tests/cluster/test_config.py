@@ -90,6 +90,7 @@ LEGAL = {
     "tiers.object": "s3://bucket/kv",
     "tiers.object_mib": "64",
     "tiers.object_endpoint": "http://127.0.0.1:9000",
+    "tiers.long_contexts": "1",
     "tiers.save": "at_once",
     "tiers.save_mib_per_s": "100",
 }
@@ -168,6 +169,8 @@ class TestEveryKey:
             pair = {"BATON_PREFILL_REPLICAS": "0"}
         if key.name in ("tiers.disk", "tiers.disk_mib", "tiers.key_file"):
             pair = {"BATON_TIERS_DISK": "kv", "BATON_TIERS_DISK_MIB": "64"}
+        if key.name == "tiers.long_contexts":
+            pair = {"BATON_TIERS_MEMORY_MIB": "64"}
         if key.name.startswith("tiers.object"):
             pair = {"BATON_TIERS_OBJECT": "s3://kv/a", "BATON_TIERS_OBJECT_MIB": "64"}
         if key.name == "kv.events_replay":
@@ -370,6 +373,7 @@ class TestRulesBetweenKeys:
             ({"decode.cores": "[1, 1]"}, {"decode.cores": "[1, 0]"}),
             ({"decode.cores": "[]"}, {"decode.cores": "[0]"}),
             ({"decode.cores": "[-1]"}, {"decode.cores": "[3]"}),
+            ({"tiers.long-contexts": "1"}, {"tiers.long-contexts": "1", "tiers.memory-mib": "64"}),
             ({"tiers.disk": "kv"}, {"tiers.disk": "kv", "tiers.disk-mib": "64"}),
             ({"tiers.disk-mib": "64"}, {"tiers.memory-mib": "64"}),
             ({"tiers.object": "s3://b/kv"}, {"tiers.object": "s3://b/kv", "tiers.object-mib": "64"}),

@@ -127,6 +127,17 @@ def test_a_worker_that_failed_the_request_is_excluded() -> None:
     assert decode(view, exclude={("d0", 1), ("d1", 1)}) is None
 
 
+def test_a_prompt_that_is_longer_than_the_pool_is_not_handed_over() -> None:
+    """Pools of 96 and of 160 tokens, and contexts of 4,096."""
+    small, large = replace(worker("d0", credit_tokens=96), kv_blocks=6), replace(worker("d1", credit_tokens=160), kv_blocks=10)
+    assert prefill(cluster(*IDLE[:2], small)) == Bypass("longer than the pool")
+    assert prefill(cluster(*IDLE[:2], small, large)) == Choice("p0", 0, 160, "least work"), "it goes where there is the most room"
+    assert prefill(cluster(replace(worker("p0"), kv_blocks=9), *IDLE[1:])) == Choice("p1", 0, 160, "least work")
+    assert prefill(cluster(replace(worker("p0"), kv_blocks=9), *IDLE[2:])) == Bypass("no prefill worker")
+    chosen = decode(cluster(small))
+    assert isinstance(chosen, Choice) and chosen.worker == "d0"
+
+
 def test_a_restarted_worker_is_not_excluded() -> None:
     """It is a new process: (name, incarnation) failed, not the name."""
     view = cluster(worker("p0"), replace(worker("d0"), incarnation=2))

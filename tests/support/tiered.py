@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from xxhash import xxh3_128_digest
 
@@ -21,6 +22,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner
+from baton.tiers.slots import Pins
 from baton.tiers.store import StoreFailed, Unit, Wanted
 from baton.tiers.tier import Bounds
 from baton.tiers.tiers import Tiers
@@ -37,6 +39,9 @@ class PlainStore:
     def __init__(self, capacity: int, medium: str = HOST, unit_bytes: int = UNIT) -> None:
         self.medium, self.unit_bytes, self.capacity = medium, unit_bytes, capacity
         self.units: OrderedDict[bytes, tuple[bytes, bytearray]] = OrderedDict()
+        self.pins = Pins()
+        self.holding, self.forgetful = True, False  # whether it heeds its pins, and whether it gives back nothing
+        self.refreshes = True  # what is read is the youngest
         self.broken = False
         self.verifies = True
         self.gate = threading.Event()
@@ -58,7 +63,11 @@ class PlainStore:
         with self._lock:
             for key, digest, data in units:
                 self.units.setdefault(key, (digest, bytearray(data)))
-            return [self.units.popitem(last=False)[0] for _ in range(len(self.units) - self.capacity)]
+            loose = [key for key in self.units if not (self.holding and key in self.pins)]
+            lost = loose[: max(0, len(self.units) - self.capacity)]
+            for key in lost:
+                del self.units[key]
+            return lost
 
     def get(self, wanted: Seq[Wanted]) -> list[bool]:
         self._wait()
@@ -77,13 +86,15 @@ class PlainStore:
 
     def _get(self, one: Wanted) -> bool:
         found = self.units.get(one.key)
-        if found is None:
+        if found is None or self.forgetful:
+            self.units.pop(one.key, None)
             return False
         one.into[:] = found[1]
         if self.verifies and xxh3_128_digest(one.into) != found[0]:
             del self.units[one.key]
             return False
-        self.units.move_to_end(one.key)
+        if self.refreshes:
+            self.units.move_to_end(one.key)
         return True
 
     def _wait(self) -> None:
@@ -129,11 +140,12 @@ async def tiered(
     seqs: int = 4,
     max_len: int = 0,
     tiers: Tiers | None = None,
+    long_contexts: int = 0,
 ) -> AsyncIterator[Tiered]:
     """`tiers`: in place of `stores`."""
     runner = ToyRunner(CONFIG, "toy", BLOCK)
     runner.attach(KvPool(runner.layout, blocks))
-    engine = Engine(runner, Limits(seqs, 32, 0.5), max_len or blocks * BLOCK)
+    engine = Engine(runner, Limits(seqs, 32, 0.5), max_len or blocks * BLOCK, long_contexts=long_contexts)
     outputs: list[Output] = []
     events: list[CacheEvent] = []
     failures: list[BaseException] = []
@@ -151,8 +163,8 @@ async def tiered(
     assert not failures and all(store.closed for store in stores)
 
 
-def make_seq(name: str, tokens: Seq[int], max_tokens: int = 4, salt: str = "", **params: object) -> Sequence:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **params)  # type: ignore[arg-type]
+def make_seq(name: str, tokens: Seq[int], max_tokens: int = 4, salt: str = "", **params: Any) -> Sequence:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **params)
     return Sequence(name, list(tokens), len(tokens), sampling, root_key("toy", salt))
 
 

@@ -16,7 +16,7 @@ from baton.cluster.metrics import Book
 from baton.cluster.otel import OtelTracer
 from baton.engine.core.block_key import root_key
 from baton.engine.core.contract import Facts
-from baton.engine.core.engine import Counts
+from baton.engine.core.counts import Counts
 from baton.engine.core.sequence import Sequence
 from baton.worker.meter import Meter
 from kvtransfer.transport import Route

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 from baton.engine.core.block_key import DEVICE
 from baton.engine.core.blocks import BlockPool, CacheChange, Content, Keyed
 from baton.engine.core.kvcache import Pool
+from baton.engine.core.long_contexts import Shelf
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.sequence import Sequence
 
@@ -65,6 +66,10 @@ class Tiers(Protocol):
 
     def close(self) -> None:
         """May wait. No byte lands in the pool afterwards, and everything that was taken has been reported."""
+        ...
+
+    def shelf(self, longest: int) -> Shelf:
+        """Where one sequence after the other of so many tokens has room. Raises ValueError, which names the key, if no medium is one."""
         ...
 
     @property
@@ -228,6 +233,8 @@ class Colder:
 
     def _seek_for(self, seq: Sequence, now: float) -> None:
         scheduler, pool, size = self._scheduler, self._pool, self._scheduler.block_size
+        if scheduler.is_long(seq):  # what is of it in a tier is read from there
+            return
         keys = scheduler.usable_keys(seq)
         known, _ = pool.matched(keys)
         if (seq.sought is not None and known >= seq.sought) or not scheduler.has_room(seq):

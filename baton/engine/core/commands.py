@@ -21,10 +21,11 @@ LONG_PROMPT = 4096  # tokens; what is computed from every token of a longer prom
 
 def facts(engine: Engine) -> Facts:
     scheduler = engine.scheduler
+    queued = *scheduler.waiting, *scheduler.loading, *scheduler.aside
     return Facts(
         running=len(scheduler.running) + len(scheduler.fetching),
-        waiting=len(scheduler.waiting) + len(scheduler.loading),
-        waiting_tokens=sum(seq.pending for seq in (*scheduler.waiting, *scheduler.loading, *scheduler.running) if seq.prefilling),
+        waiting=len(queued),
+        waiting_tokens=sum(seq.pending for seq in (*queued, *scheduler.running) if seq.prefilling),
         free_blocks=engine.pool.available,
         cached_blocks=engine.pool.num_cached,
         owned_blocks=engine.pool.num_owned,
@@ -163,6 +164,8 @@ class Commands:
         """Before it runs. May wait; raises what `Tiers.open` raises."""
         tiers.open(self.pool, Reports(self))
         self._engine.colder = Colder(tiers, self._engine.pool, self._engine.scheduler)
+        if self._engine.long_contexts:
+            self._engine.lengthen(tiers.shelf(self._engine.max_len))
 
     async def _prepare(self, seq: Sequence, *forks: Sequence) -> None:
         """What needs no engine: all its sequences would wait for it. Raises Malformed or QueueFull."""

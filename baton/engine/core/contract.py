@@ -22,7 +22,8 @@ from typing import Literal, Protocol
 
 from baton.engine.core.block_key import MAX_EVENT_KEYS
 from baton.engine.core.blocks import CacheChange, Content
-from baton.engine.core.engine import Counts, Output
+from baton.engine.core.counts import Counts
+from baton.engine.core.engine import Output
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import Pool
 from baton.engine.core.masks import Matcher

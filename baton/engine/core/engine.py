@@ -5,13 +5,15 @@
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from baton.engine.core.beams import Hypothesis
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.colder import Colder
+from baton.engine.core.counts import Counts
 from baton.engine.core.drafting import Drafter
 from baton.engine.core.groups import Groups
+from baton.engine.core.long_contexts import LongContexts, Shelf, Unreadable, ended
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingToSample, OutOfDeviceMemory, Runner, Tokens, accepted, path
 from baton.engine.core.sampling import Sampled, Scored
 from baton.engine.core.scheduler import Limits, Scheduler, seats
@@ -28,6 +30,10 @@ class QueueFull(Refused):
 
 class TooLong(Refused):
     """The sequence does not fit this engine, even if it is alone in it."""
+
+
+class Unfetchable(TooLong):
+    """The sequence is served, but its KV cannot come from elsewhere or be read there: it does not fit the pool."""
 
 
 class Malformed(Refused):
@@ -48,6 +54,7 @@ class Output:
     sampled: Sampled | None
     finish: Finish | None = None
     failure: str | None = None
+    unavailable: bool = False  # of a failure: it is not the sequence's fault, and another engine may have none
     expired: bool = False  # its deadline passed while it waited in the queue
     full: tuple[int, ...] = ()
     scores: tuple[Scored, ...] = ()
@@ -56,44 +63,6 @@ class Output:
     rejected: int = 0  # guesses of its step that did not become output; told with the last token of the step
     found: tuple[Hypothesis, ...] = ()
     searched: int = 0  # tokens that a search has computed for each beam
-
-
-@dataclass(slots=True)
-class Guessed:
-    drafted: int = 0  # guesses that were computed
-    accepted: int = 0  # part of them: they became output
-
-
-@dataclass(slots=True)
-class Counts:
-    """What an engine has done so far. Each only grows."""
-
-    chunks: int = 0  # sequences over all steps
-    computed_tokens: int = 0  # positions
-    recomputed_tokens: int = 0  # part of `computed_tokens`: computed again because a preemption discarded their KV
-    queried_tokens: int = 0  # tokens of started sequences that were looked up in the prefix cache
-    hit_tokens: int = 0  # part of `queried_tokens`: found there
-    preemptions: int = 0
-    guesses: dict[tuple[str, int], Guessed] = field(default_factory=dict)  # by method and place in the draft, from 1
-    forks: int = 0  # sequences that went on from what another one had computed
-
-    def copy(self) -> "Counts":
-        return replace(self, guesses={key: replace(each) for key, each in self.guesses.items()})
-
-    def note_guesses(self, method: str, drafted: int, accepted: int) -> None:
-        for place in range(1, drafted + 1):
-            if (counted := self.guesses.get((method, place))) is None:
-                counted = self.guesses[method, place] = Guessed()
-            counted.drafted += 1
-            counted.accepted += place <= accepted
-
-    @property
-    def drafted_tokens(self) -> int:
-        return sum(each.drafted for each in self.guesses.values())
-
-    @property
-    def accepted_tokens(self) -> int:
-        return sum(each.accepted for each in self.guesses.values())
 
 
 class Engine:
@@ -107,9 +76,10 @@ class Engine:
         prefix_caching: bool = True,
         reuse_output: bool = False,
         drafter: Drafter | None = None,
+        long_contexts: int = 0,
     ) -> None:
         """`reuse_output`: KV of output may serve as the KV of a prompt, though its last bits differ (see `Runner.separates_output`).
-        `drafter`: guesses what comes next."""
+        `drafter`: guesses what comes next. `long_contexts`: sequences that may run at once and are longer than the pool (`lengthen`)."""
         self.runner = runner
         self.max_len = max_len  # tokens of one sequence, prompt and output
         self.pool = BlockPool(runner.pool.num_blocks, prefix_caching)
@@ -121,7 +91,9 @@ class Engine:
         self.groups = Groups(lambda: self.scheduler, runner, self.sequences, lambda beam: self.drafter.forget(beam))
         self.counts = Counts()
         self.colder: Colder | None = None  # copies of KV that left the pool
-        if max_len > self.pool.num_blocks * self.block_size:
+        self.long_contexts = long_contexts
+        self.long: LongContexts | None = None
+        if not long_contexts and max_len > self.pool.num_blocks * self.block_size:
             raise ValueError(f"max_len {max_len} does not fit the pool of {self.pool.num_blocks} blocks of {self.block_size} tokens")
 
     def step(self, now: float = 0.0) -> list[Output]:
@@ -132,9 +104,11 @@ class Engine:
             return outputs
         try:
             sampled = self.runner.run(batch)
-        except (NothingToSample, OutOfDeviceMemory) as error:
+        except (NothingToSample, OutOfDeviceMemory, Unreadable) as error:
             for chunk in batch:
                 self.scheduler.choose(chunk, None)
+            if isinstance(error, Unreadable):
+                return outputs + self._lose(error)
             failed = self._fail(error) if isinstance(error, NothingToSample) else self._lighten(batch, error)
             return outputs + failed  # the others run again
         self.counts.chunks += len(batch)
@@ -144,7 +118,11 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not (self.scheduler.running or self.scheduler.waiting)
+        return not (self.scheduler.running or self.scheduler.waiting or self.scheduler.aside)
+
+    def lengthen(self, shelf: Shelf) -> None:
+        """`long_contexts` sequences may be longer than the pool. Before any is added. Raises ValueError, which names the key."""
+        self.scheduler.long = self.long = LongContexts(self.scheduler, shelf, self.runner, self.long_contexts, self.max_len)
 
     def add(self, seq: Sequence, forks: Seq[Sequence] = ()) -> None:
         """Queues a sequence. Raises QueueFull, TooLong or Malformed, and then keeps nothing of it.
@@ -153,6 +131,8 @@ class Engine:
         position for itself. Where that cannot be, because there is no room or `seq` has left, it is queued like any other.
         """
         self.scheduler.claims.pop(seq.id, None)
+        if seq.hold:
+            self._check_whole(seq)
         self._welcome(seq, forks)
         self.groups.open(seq)
         self.scheduler.enqueue(seq)
@@ -161,8 +141,9 @@ class Engine:
         """Reserves room for KV that is fetched from elsewhere. The caller fills `seq.blocks[seq.computed // block_size:]`.
 
         Returns False while there is no room, or while an earlier sequence waits for room: call again, or `abort`. Raises the same errors as
-        `add`.
+        `add`, and Unfetchable.
         """
+        self._check_whole(seq)
         if seq.id not in self.scheduler.claims:  # a sequence that asks again has been checked already
             self._welcome(seq)
         if self.scheduler.reserve(seq):
@@ -257,6 +238,8 @@ class Engine:
         """Returns the next batch, counts the sequences that start with it, and adds the expired ones to `outputs`."""
         if self.colder is not None:
             self.colder.turn(now)
+        if self.long is not None:
+            outputs += [self._end(seq, why) for seq, why in self.long.turn(now)]
         plan, counts = self.scheduler.schedule(now, self.groups.make_room()), self.counts
         self.groups.restart(plan.preempted)
         for source, target in plan.copies:
@@ -319,7 +302,12 @@ class Engine:
     def _unqueue(self, seq: Sequence) -> None:
         """A sequence that waits for room, for the prompt of another one, or for colder copies, no longer does."""
         if not self.scheduler.forget_fork(seq):
-            (self.scheduler.loading if seq in self.scheduler.loading else self.scheduler.waiting).remove(seq)
+            scheduler = self.scheduler
+            next(queue for queue in (scheduler.loading, scheduler.aside, scheduler.waiting) if seq in queue).remove(seq)
+
+    def _check_whole(self, seq: Sequence) -> None:
+        if len(seq.tokens) > (most := self.pool.num_blocks * self.block_size) and self.long is not None:
+            raise Unfetchable(f"KV of {len(seq.tokens)} tokens is not handed over: the pool has room for {most}")
 
     def _check_beams(self, seq: Sequence) -> None:
         """Raises TooLong for beams that do not fit this engine, even if they are alone in it."""
@@ -422,6 +410,19 @@ class Engine:
             failure, more = str(type(error)([seq.id])), seq.matcher.failure if seq.matcher is not None else ""
             outputs.append(Output(seq, None, failure=f"{failure}: {more}" if more else failure))
         return outputs
+
+    def _lose(self, error: Unreadable) -> list[Output]:
+        """The others run again, and this one from the first block that is missing."""
+        seq = self.sequences[error.sequence_id]
+        self.counts.preemptions += 1
+        if self.long is not None:
+            self.long.lost(seq, str(error))
+        return []
+
+    def _end(self, seq: Sequence, why: str) -> Output:
+        why = ended(seq, why)
+        self.abort(seq.id)
+        return Output(seq, None, failure=why, unavailable=True)
 
     def _lighten(self, batch: Seq[Chunk], error: OutOfDeviceMemory) -> list[Output]:
         """Ends the sequence with the largest part of a batch for which there was no memory, of equal ones the newest. It alone pays: the

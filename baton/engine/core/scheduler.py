@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal
+from typing import Literal, Protocol
 
 from baton.engine.core.arrivals import Arrivals
 from baton.engine.core.beams import most_blocks
@@ -67,7 +67,21 @@ class Schedule:
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, block that gets its content before the step)
 
 
+class Long(Protocol):
+    """Who looks after sequences that are longer than the pool: `baton.engine.core.long_contexts`."""
+
+    window: int  # blocks that one owns
+
+    def admit(self, seq: Sequence) -> bool: ...
+
+    def extend(self, seq: Sequence) -> bool: ...
+
+    def leave(self, seq: Sequence) -> None: ...
+
+
 class Scheduler:
+    long: Long | None = None  # None: every sequence has to fit the pool
+
     def __init__(
         self,
         pool: BlockPool,
@@ -89,6 +103,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of admission
         self.fetching: list[Sequence] = []
         self.loading: list[Sequence] = []  # out of the queue, with a place in it, until colder copies of their KV are here
+        self.aside: list[Sequence] = []  # likewise, until one more that is longer than the pool may run
         self.attached: dict[Sequence, list[Sequence]] = {}  # parent → those that will go on from its prompt; they wait in no queue
         # The last arrival of the current batch: later sequences do not join it.
         self._last: float = math.inf if limits.batching == "continuous" else -1
@@ -135,7 +150,7 @@ class Scheduler:
         False: there is none."""
         full = done // self.block_size
         fresh = self._blocks_for(len(child.tokens)) - full
-        if not self._is_next(child) or not self._fits(child, full + fresh, self.pool.available - fresh):
+        if parent.long or not self._is_next(child) or not self.fits(child, full + fresh, self.pool.available - fresh):
             return False
         return self.branch(parent, child, done)
 
@@ -164,7 +179,7 @@ class Scheduler:
     @property
     def num_queued(self) -> int:
         """Sequences that wait for something."""
-        return len(self.waiting) + len(self.loading) + sum(map(len, self.attached.values()))
+        return len(self.waiting) + len(self.loading) + len(self.aside) + sum(map(len, self.attached.values()))
 
     def detach(self, parent: Sequence) -> list[Sequence]:
         """Those that waited for its prompt."""
@@ -222,6 +237,8 @@ class Scheduler:
         self.pool.release(seq.blocks)
         seq.blocks = []
         seq.computed = seq.drafted = seq.sealed = 0
+        if seq.long and self.long is not None:
+            self.long.leave(seq)
 
     def advance(self, seq: Sequence, computed: int) -> None:
         """Notes that `seq` now holds the KV of `computed` positions, and seals the blocks that are full, with the draft's KV if there is
@@ -229,6 +246,8 @@ class Scheduler:
         seq.computed = computed
         seq.reached = max(seq.reached, computed)
         self.extend_keys(seq)
+        if seq.long:  # its blocks are found in the tier
+            return
         full = (min(computed, seq.drafted) if self._draft_kv else computed) // self.block_size
         while seq.sealed < full:
             self.pool.seal(seq.blocks[seq.sealed], seq.keys[seq.sealed], self.content(seq, seq.sealed) if self.pool.describes else None)
@@ -245,7 +264,7 @@ class Scheduler:
 
     def credit_tokens(self) -> int:
         """Tokens that this worker can still promise to hold, in addition to those that it has promised already."""
-        queued = *self.waiting, *self.loading, *chain.from_iterable(self.attached.values())
+        queued = *self.waiting, *self.loading, *self.aside, *chain.from_iterable(self.attached.values())
         promised = self.growth((*self.running, *self.fetching, *queued))
         return (self.pool.available - promised) * self.block_size
 
@@ -267,18 +286,32 @@ class Scheduler:
         """Gives a waiting sequence its blocks if it fits: cached blocks for its known prefix, and fresh ones for the rest."""
         if not self._is_next(seq):
             return False
+        if self.long is not None and self.is_long(seq):
+            return self.long.admit(seq)
         keys = self.usable_keys(seq)
         known, idle = self.pool.matched(keys)
         fresh = self._blocks_for(len(seq.tokens)) - known
-        if not self._fits(seq, known + fresh, self.pool.available - idle - fresh):
+        if not self.fits(seq, known + fresh, self.pool.available - idle - fresh):
             return False
         seq.blocks = self.pool.match(keys) + (self.pool.allocate(fresh) or [])
+        self.starts_with(seq, known)
+        return True
+
+    def starts_with(self, seq: Sequence, known: int) -> None:
+        """It has `known` full blocks."""
         seq.sealed = known
         seq.computed = seq.drafted = seq.began = known * self.block_size
         if seq.reached == 0:
             seq.cached = seq.computed
         seq.reached = max(seq.reached, seq.computed)
-        return True
+
+    def is_long(self, seq: Sequence) -> bool:
+        """Whether it does not fit the pool."""
+        return self._blocks_for(len(seq.tokens)) > self.pool.num_blocks
+
+    def outgrows(self, seq: Sequence) -> bool:
+        """Whether it may grow longer than the pool."""
+        return self._longest(seq) > self.pool.num_blocks
 
     def usable_keys(self, seq: Sequence) -> list[bytes]:
         """Of the blocks that need not be computed if somebody has them. The last known token is always computed here: sampling needs its
@@ -290,14 +323,14 @@ class Scheduler:
         """Whether a waiting sequence has enough blocks, though perhaps no seat yet."""
         known, idle = self.pool.matched(self.usable_keys(seq))
         fresh = self._blocks_for(len(seq.tokens)) - known
-        return self._fits(seq, known + fresh, self.pool.available - idle - fresh)
+        return self.fits(seq, known + fresh, self.pool.available - idle - fresh)
 
     def _is_next(self, seq: Sequence) -> bool:
         """Whether one more may run, and nobody is before it."""
         taken = sum(map(seats, (*self.running, *self.fetching)))
         return taken + seats(seq) <= self.limits.max_num_seqs and self._arrivals.is_next(seq)
 
-    def _fits(self, seq: Sequence, owns: int, left: int) -> bool:
+    def fits(self, seq: Sequence, owns: int, left: int) -> bool:
         """Whether it leaves enough room for growth if it begins with `owns` blocks, and `left` blocks are available then."""
         others = (*self.running, *self.fetching)
         growth = self.growth(others) + max(0, self.final_blocks(seq) - owns)
@@ -305,9 +338,11 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence, plan: Schedule) -> bool:
         """Makes room for the next token of `seq`. Preempts the youngest sequences until a block is free, and `seq` itself last."""
-        if seq.computed < len(seq.blocks) * self.block_size:
+        if seq.computed < seq.room(self.block_size):
             return True
         while (block := self.pool.allocate(1)) is None:
+            if self.long is not None and self.long.extend(seq):
+                return True
             if not self.make_way(seq, plan.preempted):
                 return False
         seq.blocks += block
@@ -316,7 +351,7 @@ class Scheduler:
     def _chunk(self, seq: Sequence, budget: int, plan: Schedule) -> int:
         # A token that became known while KV was fetched may be beyond the blocks that were reserved: it gets room as a decode.
         most = SCORED_AT_ONCE - sum(chunk.scored for chunk in plan.chunks) if seq.unscored else budget
-        n = min(seq.pending, budget, len(seq.blocks) * self.block_size - seq.computed, most)
+        n = min(seq.pending, budget, seq.room(self.block_size) - seq.computed, most)
         if n > 0:
             plan.chunks.append(Chunk(seq, n))
         return n
@@ -372,7 +407,7 @@ class Scheduler:
             self.pool.release(own)
 
     def _guessable(self, chunk: Chunk) -> bool:
-        return chunk.samples and chunk.n == 1 and not chunk.seq.hold and chunk.seq.params.beams is None
+        return chunk.samples and chunk.n == 1 and not (chunk.seq.hold or chunk.seq.long) and chunk.seq.params.beams is None
 
     def _room(self, seq: Sequence, guesses: int) -> int:
         """For how many guesses there is room now: who drafts may write KV of its own for them."""
@@ -388,6 +423,11 @@ class Scheduler:
 
     def final_blocks(self, seq: Sequence) -> int:
         """The most blocks that `seq` will own on this worker, with all its beams. A sequence that will be held stops at its first token."""
+        if self.long is None or seq.params.beams is not None:
+            return self._longest(seq)
+        return self.long.window if seq.long or self.is_long(seq) else min(self._longest(seq), self.pool.num_blocks)
+
+    def _longest(self, seq: Sequence) -> int:
         longest = len(seq.tokens) + (0 if seq.hold else max(0, seq.remaining))
         return most_blocks(seats(seq), len(seq.tokens), longest, self.block_size)
 

@@ -79,6 +79,9 @@ class Sequence:
     expires_at: float = math.inf  # on the same clock: from then on no client waits for it, and it is not started
     matcher: Matcher | None = None  # of `params.structured` and `params.thinking`
     owner: "Sequence | None" = field(default=None, repr=False)  # of a beam: the sequence that it searches for
+    long: bool = False  # it has a window of blocks; those before it are in a tier (`core.long_contexts`)
+    away: int = 0  # how many these are: `blocks` begins with the next one
+    losses: int = 0  # how often some of them were lost
     guessed: bool = False  # a version of a sequence in which guesses count as known; what follows a wrong one does not matter
 
     def __post_init__(self) -> None:
@@ -88,6 +91,10 @@ class Sequence:
     def pending(self) -> int:
         """Tokens that are known and not computed."""
         return len(self.tokens) - self.computed
+
+    def room(self, block_size: int) -> int:
+        """Positions for which it has blocks, here or away."""
+        return (self.away + len(self.blocks)) * block_size
 
     @property
     def decoding(self) -> bool:

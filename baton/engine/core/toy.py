@@ -12,17 +12,28 @@ import signal
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.long_contexts import Shelf, ShelfFailed, Unreadable
 from baton.engine.core.masks import Matcher, Words, allowed_ids
 from baton.engine.core.protocol import Chunk, NothingAllowed, Tokens
 from baton.engine.core.sampling import Sampled, SamplingParams, Scored, noise_key
 from baton.engine.core.sequence import Sequence
 
 ARCHITECTURE = "BatonToyForCausalLM"
+
+
+class Before(NamedTuple):
+    """What the blocks hold that come before a table."""
+
+    blocks: int = 0
+    total: int = 0
+
+
+NONE = Before()
 
 
 class ToyRunner:
@@ -45,8 +56,12 @@ class ToyRunner:
 
     def attach(self, pool: KvPool) -> None:
         self.pool = pool
+        self._shelf: Shelf | None = None
         # [num_blocks, 2, block_size, kv_width]
         self._kv = pool.array.view(np.int64).reshape(pool.num_blocks, 2, self.layout.block_size, self.layout.head_dim)
+
+    def read_from(self, shelf: Shelf, longest: int) -> None:
+        self._shelf = shelf
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         delay = self.step_delay_s + self.token_delay_s * sum(chunk.positions for chunk in batch)
@@ -61,34 +76,50 @@ class ToyRunner:
 
     def _run(self, chunk: Chunk) -> Tokens:
         seq, known = chunk.seq, chunk.seq.tokens[chunk.seq.computed : chunk.seq.computed + chunk.n]
-        blocks = self._write(seq.blocks, seq.computed, [*known, *chunk.drafts])
+        before = self._before(seq)
+        blocks = self._write(seq.blocks, seq.computed, [*known, *chunk.drafts], before.blocks)
         tables = [blocks] * (1 + len(chunk.drafts))
         for branch in chunk.branches:
             tables += [self._write(branch.blocks, seq.computed, [*known, *branch.drafts])] * len(branch.drafts)
-        scored = [self._score(blocks, seq, seq.computed + i) for i in range(chunk.scored)]
-        return (*scored, *(self._sample(table, row) for table, row in zip(tables, chunk.rows, strict=False)))
+        scored = [self._score(blocks, seq, seq.computed + i, before) for i in range(chunk.scored)]
+        return (*scored, *(self._sample(table, row, before) for table, row in zip(tables, chunk.rows, strict=False)))
 
-    def _write(self, blocks: Seq[int], start: int, tokens: list[int]) -> "np.ndarray[Any, Any]":
+    def _before(self, seq: Sequence) -> Before:
+        if not seq.away or self._shelf is None:
+            return NONE
+        sums = [0] * seq.away
+
+        def take(i: int, unit: memoryview) -> None:
+            sums[i] = int(np.frombuffer(unit, np.int64).sum())
+
+        try:
+            self._shelf.read(seq.keys[: seq.away], take)
+        except ShelfFailed as error:
+            raise Unreadable(seq.id, str(error)) from error
+        return Before(seq.away, sum(sums))
+
+    def _write(self, blocks: Seq[int], start: int, tokens: list[int], before: int = 0) -> "np.ndarray[Any, Any]":
         positions, table, size = np.arange(start, start + len(tokens)), np.asarray(blocks), self.layout.block_size
         values = (np.asarray(tokens) + 1) * (positions + 1)
-        self._kv[table[positions // size], :, positions % size, :] = values[:, None, None]
+        self._kv[table[positions // size - before], :, positions % size, :] = values[:, None, None]
         return table
 
-    def _score(self, blocks: "np.ndarray[Any, Any]", seq: Sequence, position: int) -> Scored:
+    def _score(self, blocks: "np.ndarray[Any, Any]", seq: Sequence, position: int, before: Before) -> Scored:
         """The toy is sure of the token that it would sample if it were greedy."""
         token = seq.tokens[position + 1]
         greedy = SamplingParams(max_tokens=1, temperature=0.0)
-        expected = self._sample(blocks, Sequence(seq.id, seq.tokens[: position + 1], seq.prompt_len, greedy, seq.root)).token
+        expected = self._sample(blocks, Sequence(seq.id, seq.tokens[: position + 1], seq.prompt_len, greedy, seq.root), before).token
         best = ((expected, 0.0),) if seq.params.prompt_logprobs else ()
         return Scored(token, 0.0, best, 1) if token == expected else Scored(token, -math.inf, best, 2)
 
-    def _sample(self, blocks: "np.ndarray[Any, Any]", seq: Sequence) -> Sampled:
+    def _sample(self, blocks: "np.ndarray[Any, Any]", seq: Sequence, before: Before = NONE) -> Sampled:
         """The token that follows those of `seq`."""
         words = seq.words(self.eos_token_ids)
         if words is not None and not words.any():
             raise NothingAllowed([seq.id])
         full, rest = divmod(len(seq.tokens), self.layout.block_size)
-        total = int(self._kv[blocks[:full]].sum())
+        full -= before.blocks
+        total = before.total + int(self._kv[blocks[:full]].sum())
         if rest:
             total += int(self._kv[blocks[full], :, :rest].sum())
         return sample(total, seq.params, len(seq.tokens), self.vocab_size, words)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from baton.engine.core.arrivals import Arrivals
 from baton.engine.core.blocks import BlockPool
-from baton.engine.core.engine import Counts, Malformed, Output, QueueFull, TooLong, check, check_forks, learn
+from baton.engine.core.counts import Counts
+from baton.engine.core.engine import Malformed, Output, QueueFull, TooLong, check, check_forks, learn
 from baton.engine.core.sampling import RAW, Sampled
 from baton.engine.core.sequence import Sequence, State, finish_reason
 

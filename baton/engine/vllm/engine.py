@@ -19,7 +19,8 @@ from baton.engine.core.block_key import DEVICE
 from baton.engine.core.blocks import CacheChange
 from baton.engine.core.commands import prepare
 from baton.engine.core.contract import EngineStopped, Facts, Listener, Traits, cache_events, taken
-from baton.engine.core.engine import Counts, Output
+from baton.engine.core.counts import Counts
+from baton.engine.core.engine import Output
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.masks import NOTHING, allows
 from baton.engine.core.protocol import NothingAllowed
