@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 import pytest
+from redis_servers import until
 
 from baton.cluster.errors import BatonError, Reason
 from kvtransfer.transport import ReadPending
-from tests.support.redis_servers import until
 
 if TYPE_CHECKING:
     from tests.kvtransfer.conftest import MakeReader, SharedPeers, StartPeer
