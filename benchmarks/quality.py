@@ -41,6 +41,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "int4, the rest bfloat16": {"weight_dtype": "int4", "dtype": "bfloat16"},
     "KV int8": {"kv_dtype": "int8"},
     "bfloat16, KV int8": {"dtype": "bfloat16", "kv_dtype": "int8"},
+    "KV int4": {"kv_dtype": "int4"},
+    "bfloat16, KV int4": {"dtype": "bfloat16", "kv_dtype": "int4"},
 }
 BATCH, BLOCK = 16, 16
 

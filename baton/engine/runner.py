@@ -176,7 +176,8 @@ class ModelRunner:
     def use(self, kv: Tensor, scales: Tensor | None = None) -> None:
         """Keys and values will live in `kv`; `scales`: what `KvLayout.views` calls so."""
         kernels = self.model.ops.attention(self.layout.stored)
-        self._paged = paged = PagedKv(kv, self.layout.value_dim, kernels, scales, DTYPES[self.layout.dtype])
+        layout = self.layout
+        self._paged = paged = PagedKv(kv, layout.value_dim, kernels, scales, DTYPES[layout.dtype], layout.head_dim)
         self.separates_output = paged.kernels is not None and not self.model.ops.recurring
         if self.model.ops.records and paged.kernels is not None:
             from baton.engine.cpu.decode_steps import DecodeSteps

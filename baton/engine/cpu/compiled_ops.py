@@ -40,6 +40,10 @@ class CompiledOps(Ops):
     def attention(self, stored: str) -> Kernels | None:
         if not stored:
             return ATTENTION
+        if stored == "int4":
+            from baton.engine.cpu import kv_int4
+
+            return kv_int4.ATTENTION
         from baton.engine.cpu import kv_int8
 
         return kv_int8.ATTENTION

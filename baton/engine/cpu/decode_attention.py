@@ -1,7 +1,8 @@
 """Compiled attention of decodes, which reads the pool's blocks in place, and the compiled store of new keys and values.
 
 Numbers in the pool are of the model's type, or (`baton.engine.cpu.kv_int8`) rounded, with a scale for each token of a head: then a score is
-multiplied by its key's scale, and a weight by its value's, so that no number is multiplied one by one.
+multiplied by its key's scale, and a weight by its value's, so that no number is multiplied one by one. Or (`baton.engine.cpu.kv_int4`) they
+are rows of int4, whose numbers are made in registers.
 
 Letters in shapes are those of `baton.engine.model.attention`.
 """
@@ -13,8 +14,11 @@ from numba import njit, types
 from numba.extending import overload
 from torch import Tensor
 
+from baton.engine.core.int4_rows import FACTOR_BYTES, GROUP, LEVEL_BYTES
+from baton.engine.cpu import nibbles
 from baton.engine.cpu.dots import KEYS, QUERIES, VECTORS, add_values, score_keys
 from baton.engine.cpu.kernel import INT, REAL, int64s, kernel, numbers
+from baton.engine.cpu.nibbles import add_group, pack_row, score_rows
 from baton.engine.cpu.primitives import SUMS, ZERO, prefetch, put, round_row, share, team, wide
 from baton.engine.cpu.softmax import weigh
 from baton.engine.cpu.tile import LANES
@@ -47,6 +51,11 @@ def has_any(scales: Any) -> bool:
     return not isinstance(scales, types.NoneType)
 
 
+def is_packed(pool: Any) -> bool:
+    """Whether this (Numba's) type is that of rows of int4."""
+    return bool(pool.dtype == types.uint8)
+
+
 def in_rows(x: Tensor) -> Tensor:
     """x with each of its rows contiguous."""
     return x if x[0].is_contiguous() else x.contiguous()
@@ -59,18 +68,27 @@ def _whole(count):
 
 @njit
 def _padded(dim):
-    return -(-dim // LANES) * LANES
+    return -(-dim // GROUP) * GROUP
+
+
+def width_of(pool, dim):
+    """The elements of a row of so many numbers."""
+
+
+@overload(width_of)
+def _width_of(pool, dim):
+    return (lambda pool, dim: -(-dim // GROUP) * (LEVEL_BYTES + FACTOR_BYTES)) if is_packed(pool) else lambda pool, dim: dim
 
 
 @njit
-def _find_keys(table, first, count, block_size, where, dim, at):
+def _find_keys(table, first, count, block_size, where, width, at):
     """`at[i]`: where the key at position `first + i` is. The last one is repeated up to a multiple of KEYS; the repeats get no weight."""
     apart, layer, rows = where
     i, block, slot = 0, first // block_size, first % block_size
     while i < count:
-        start = table[block] * apart + layer * rows * block_size * dim
+        start = table[block] * apart + layer * rows * block_size * width
         for offset in range(slot, min(block_size, slot + count - i)):
-            at[i] = start + offset * dim
+            at[i] = start + offset * width
             i += 1
         block, slot = block + 1, 0
     for j in range(count, _whole(count)):
@@ -86,37 +104,68 @@ def _scale_queries(rows, dim, scale, query):
 
 
 @njit
-def _fetch(pool, at, head, dim, first, last):
+def _fetch(pool, at, head, width, first, last):
     """Prefetches keys or values."""
     for i in range(first, last):
-        for d in range(0, dim, LINE // pool.itemsize):
+        for d in range(0, width, LINE // pool.itemsize):
             prefetch(pool, at[i] + head + d)
 
 
-@njit
 def _score(pool, at, head, count, dim, query, scores):
     """q kᵀ: each key is read once from memory, for all queries that share it."""
-    (group, far), apart = query.shape, scores.shape[1]
-    for i in range(0, _whole(count), KEYS):
-        _fetch(pool, at, head, dim, i + AHEAD, min(i + AHEAD + KEYS, count))
-        for g in range(0, group, QUERIES):
-            score_keys(pool, at[i:], head, query[g], far, min(QUERIES, group - g), dim, scores[g, i:], apart)
 
 
-@njit
-def _sum_values(pool, at, head, count, dim, weights, sums):
-    """Each value is read once from memory, for all queries that share it."""
-    (group, apart), far = sums.shape, weights.shape[1]
-    sums[:] = ZERO
-    for i in range(0, count, VALUES):
-        _fetch(pool, at, head, dim, i + AHEAD, min(i + AHEAD + VALUES, count))
-        some, d = min(VALUES, count - i), 0
-        while d < dim:
-            vectors = min(VECTORS, (dim - d) // LANES)
+@overload(_score)
+def _score_by(pool, at, head, count, dim, query, scores):
+    def plain(pool, at, head, count, dim, query, scores):
+        (group, far), apart = query.shape, scores.shape[1]
+        for i in range(0, _whole(count), KEYS):
+            _fetch(pool, at, head, dim, i + AHEAD, min(i + AHEAD + KEYS, count))
             for g in range(0, group, QUERIES):
-                rows = min(QUERIES, group - g)
-                add_values(pool, at[i:], head + d, some, weights[g, i:], far, rows, vectors, dim - d, sums[g, d:], apart)
-            d += max(vectors, 1) * LANES
+                score_keys(pool, at[i:], head, query[g], far, min(QUERIES, group - g), dim, scores[g, i:], apart)
+
+    def packed(pool, at, head, count, dim, query, scores):
+        (group, far), apart, groups, width = query.shape, scores.shape[1], -(-dim // GROUP), width_of(pool, dim)
+        for i in range(0, _whole(count), nibbles.KEYS):
+            _fetch(pool, at, head, width, i + AHEAD, min(i + AHEAD + nibbles.KEYS, count))
+            for g in range(0, group, nibbles.QUERIES):
+                score_rows(pool, at[i:], head, groups, query[g], far, min(nibbles.QUERIES, group - g), scores[g, i:], apart)
+
+    return packed if is_packed(pool) else plain
+
+
+def _sum_values(pool, at, head, count, dims, weights, sums):
+    """Each value is read once from memory, for all queries that share it. `dims`: numbers of a row, of which the first are the value, and
+    how many."""
+
+
+@overload(_sum_values)
+def _sum_values_by(pool, at, head, count, dims, weights, sums):
+    def plain(pool, at, head, count, dims, weights, sums):
+        (group, apart), far, dim = sums.shape, weights.shape[1], dims[1]
+        sums[:] = ZERO
+        for i in range(0, count, VALUES):
+            _fetch(pool, at, head, dim, i + AHEAD, min(i + AHEAD + VALUES, count))
+            some, d = min(VALUES, count - i), 0
+            while d < dim:
+                vectors = min(VECTORS, (dim - d) // LANES)
+                for g in range(0, group, QUERIES):
+                    rows = min(QUERIES, group - g)
+                    add_values(pool, at[i:], head + d, some, weights[g, i:], far, rows, vectors, dim - d, sums[g, d:], apart)
+                d += max(vectors, 1) * LANES
+
+    def packed(pool, at, head, count, dims, weights, sums):
+        (group, apart), far, groups, width = sums.shape, weights.shape[1], -(-dims[0] // GROUP), width_of(pool, dims[0])
+        sums[:] = ZERO
+        for i in range(0, count, VALUES):
+            _fetch(pool, at, head, width, i + AHEAD, min(i + AHEAD + VALUES, count))
+            some = min(VALUES, count - i)
+            for part in range(-(-dims[1] // GROUP)):
+                for g in range(0, group, nibbles.QUERIES):
+                    rows = min(nibbles.QUERIES, group - g)
+                    add_group(pool, at[i:], head, groups, part, some, weights[g, i:], far, rows, sums[g, part * GROUP :], apart)
+
+    return packed if is_packed(pool) else plain
 
 
 @njit(fastmath=SUMS, error_model="numpy")
@@ -175,7 +224,10 @@ def _keep_in(pool, scales, numbers, slot, spot):
     def rounded(pool, scales, numbers, slot, spot):
         scales[spot] = round_row(numbers, 0, pool[slot : slot + len(numbers)])
 
-    return rounded if has_any(scales) else as_it_is
+    def packed(pool, scales, numbers, slot, spot):
+        pack_row(numbers, pool, slot)
+
+    return packed if is_packed(pool) else rounded if has_any(scales) else as_it_is
 
 
 @njit
@@ -186,7 +238,8 @@ def attend_tokens(pool, scales, given, places, shape, how):
     (q, q_apart, kv, kv_apart, out), (index, size), (window, softcap, scale) = given, places, how
     (apart, scales_apart, layer), (parts, heads, kv_heads, block_size, dim, value_dim) = shape
     positions, bases, before, tables = index[:size], index[size : 2 * size], index[2 * size : 3 * size], index[3 * size :]
-    group, head_size, rows = heads // kv_heads, block_size * dim, parts * kv_heads
+    width, group, rows = width_of(pool, dim), heads // kv_heads, parts * kv_heads
+    head_size = block_size * width
     most = _whole(min(window, positions.max() + 1))
     at = np.empty(most, np.int64)  # where the keys of a sequence for head 0 begin in the pool
     query = np.zeros((group, _padded(dim)), np.float32)
@@ -203,7 +256,7 @@ def attend_tokens(pool, scales, given, places, shape, how):
             if not mine:
                 continue
             if found != b:
-                _find_keys(table, length - count, count, block_size, (apart, layer, rows), dim, at)
+                _find_keys(table, length - count, count, block_size, (apart, layer, rows), width, at)
                 found = b
             last = (parts - 1) * kv_heads + head
             key, value = head * head_size, last * head_size
@@ -222,13 +275,13 @@ def attend_tokens(pool, scales, given, places, shape, how):
             _scale_queries(q[b * q_apart + head * group * dim :], dim, scale, query)
             _score(pool, at, key, count, dim, query, scores)
             _scale(scores, scales, table, length - count, count, of_keys, factors)
-            _fetch(pool, at, value, value_dim, 0, min(AHEAD, count))
+            _fetch(pool, at, value, width_of(pool, value_dim), 0, min(AHEAD, count))
             for g in range(group):
                 totals[g] = weigh(scores[g], count, softcap)
             if head + 1 < kv_heads:
-                _fetch(pool, at, key + head_size, dim, 0, min(AHEAD, count))
+                _fetch(pool, at, key + head_size, width, 0, min(AHEAD, count))
             _scale(scores, scales, table, length - count, count, of_values, factors)
-            _sum_values(pool, at, value, count, value_dim, scores, sums)
+            _sum_values(pool, at, value, count, (dim, value_dim), scores, sums)
             _divide(sums, value_dim, totals, out[(b * heads + head * group) * value_dim :])
 
 

@@ -55,10 +55,10 @@ def score_keys(context: Any, pool: Any, at: Any, head: Any, query: Any, far: Any
                 read = [_floats(builder, builder.gep(key, [d]), left) for key in keys]
                 return [fused(builder, sums[r * KEYS + j], read[j], own[r]) for r in range(count) for j in range(KEYS)]
 
-            sums = _over(builder, dim, [_zeros()] * (count * KEYS), add)
+            sums = _over(builder, dim, [zeros()] * (count * KEYS), add)
             for r in range(count):
                 place = builder.gep(scores, [builder.mul(apart, I64(r))])
-                for part in _totals(builder, sums[r * KEYS : (r + 1) * KEYS]):
+                for part in totals(builder, sums[r * KEYS : (r + 1) * KEYS]):
                     builder.store(part, builder.bitcast(place, part.type.as_pointer()), align=4)
                     place = builder.gep(place, [I64(part.type.count)])
 
@@ -183,7 +183,7 @@ def _floats(builder: Any, place: Any, left: Any = None) -> Any:
     return widened(builder, read) if kind.element == I16 else read
 
 
-def _totals(builder: Any, sums: list[Any]) -> list[Any]:
+def totals(builder: Any, sums: list[Any]) -> list[Any]:
     """The sum of each vector's numbers, in as few vectors as they fit: vectors are halved and added in pairs, so that none is left idle."""
     parts = LANES  # numbers that are still to be added, side by side, for each of the vectors that are one by now
     while parts > 1:
@@ -200,5 +200,5 @@ def _shuffled(builder: Any, a: Any, b: Any, indices: list[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(indices)), indices))
 
 
-def _zeros() -> Any:
+def zeros() -> Any:
     return ir.Constant(FLOATS, [0.0] * LANES)

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 C_FUNCTION = types.void(types.CPointer(types.int64))
 SHARED_FROM = 1 << 16  # numbers to compute; for fewer, waking the other threads costs more than they save
-KERNELS = {ALL: 16, "experts": 5, "groups": 10, "int4": 1, "int8": 3, "kv_int8": 3}  # that each group has
+KERNELS = {ALL: 16, "experts": 5, "groups": 10, "int4": 1, "int8": 3, "kv_int4": 3, "kv_int8": 3}  # that each group has
 _numbers = defaultdict[str, "itertools.count[int]"](lambda: itertools.count(1))  # group → of its kernels that this process has made
 
 
@@ -98,8 +98,8 @@ def int8s(*dims: str, strided: int = 0) -> Array:
     return Array(torch.int8, "int8", dims, strided)
 
 
-def uint8s(*dims: str) -> Array:
-    return Array(torch.uint8, "uint8", dims)
+def uint8s(*dims: str, strided: int = 0) -> Array:
+    return Array(torch.uint8, "uint8", dims, strided)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ gives their scores, which stay in the caches, a softmax makes them weights, and 
 shrinks when a greater score is found. Keys are always cut at the same places, and a key that a query does not see adds exactly nothing:
 the result for a token does not depend on the span in which it is computed, bit for bit.
 
-Rounded numbers (`baton.engine.cpu.kv_int8`) are multiplied by their scales while they are copied into panels.
+Rounded numbers (`baton.engine.cpu.kv_int8`, `kv_int4`) become those that they stand for while they are copied into panels.
 
 Letters in shapes are those of `baton.engine.model.attention`.
 """
@@ -15,12 +15,14 @@ from numba import njit
 from numba.extending import overload
 from torch import Tensor
 
+from baton.engine.core.int4_rows import GROUP
 from baton.engine.cpu import amx
 from baton.engine.cpu.amx import begin_tiles, end_tiles
 from baton.engine.cpu.amx_products import add_rows_by_tiles
-from baton.engine.cpu.decode_attention import EVERYTHING, has_any, in_rows
+from baton.engine.cpu.decode_attention import EVERYTHING, has_any, in_rows, is_packed, width_of
 from baton.engine.cpu.dots import lay_values, turn_keys
 from baton.engine.cpu.kernel import INT, REAL, int64s, kernel, numbers
+from baton.engine.cpu.nibbles import widen_group
 from baton.engine.cpu.primitives import LINE, LOG2_E, ONE, SUMS, ZERO, exp, from_line, given, put, room_for, share, team, wait
 from baton.engine.cpu.softmax import cap, greatest_score, powers
 from baton.engine.cpu.tile import LANES, OUTS, add_rows, group_of
@@ -41,9 +43,9 @@ def attend_span(paged: PagedKv, layer: int, q: Tensor, out: Tensor, group: Group
 
 def room(paged: PagedKv, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """`gather` as a kernel wants it, and the panels of keys and of values."""
-    dim, size = paged.pool.shape[-1], -(-group.keys // OUTS) * OUTS * paged.kv_heads
+    dim, size = paged.dim, -(-group.keys // OUTS) * OUTS * paged.kv_heads
     keys, values = size * (dim + dim % 2), size * -(-paged.value_dim // OUTS) * OUTS
-    panels = paged.scratch(-(-(keys + values) // (dim * paged.block_size))).view(-1)
+    panels = paged.scratch(-(-(keys + values) // (paged.pool.shape[-1] * paged.block_size))).view(-1)
     return group.gather.view(paged.parts, paged.kv_heads, -1), panels[:keys], panels[keys : keys + values]
 
 
@@ -57,10 +59,10 @@ def numbers_of(paged: PagedKv, q: Tensor, group: Group, how: LayerAttention) -> 
 @njit
 def _find(table, shape, first, last, at):
     """Where the OUTS rows from `first` on are; the one before `last` is repeated."""
-    block_size, dim = shape
+    block_size, width = shape
     for i in range(OUTS):
         key = min(first + i, last - 1)
-        at[i] = (table[key // block_size] * block_size + key % block_size) * dim
+        at[i] = (table[key // block_size] * block_size + key % block_size) * width
 
 
 @njit
@@ -198,7 +200,7 @@ def spot_of(slot, apart, scales_apart):
 
 
 def _scaled(rows, scales, at, dim, apart, plain):
-    """In what OUTS rows are to be found, and `at` where: in the pool as they are, or multiplied by their scales in `plain`."""
+    """In what OUTS rows are to be found, and `at` where: in the pool as they are, or in `plain` as the numbers that they stand for."""
 
 
 @overload(_scaled)
@@ -211,14 +213,22 @@ def _scaled_by(rows, scales, at, dim, apart, plain):
             at[o] = o * dim
         return plain
 
-    return scaled if has_any(scales) else lambda rows, scales, at, dim, apart, plain: rows
+    def unpacked(rows, scales, at, dim, apart, plain):
+        groups = -(-dim // GROUP)
+        for o in range(OUTS):
+            for g in range(groups):
+                widen_group(rows, at[o], groups, g, plain, (o * groups + g) * GROUP)
+            at[o] = o * groups * GROUP
+        return plain
+
+    return unpacked if is_packed(rows) else scaled if has_any(scales) else lambda rows, scales, at, dim, apart, plain: rows
 
 
 @njit
 def _lay_panels(rows, scales, gather, panels, plain, sizes):
     """This thread's share of all keys and values, in panels."""
     (key_panels, value_panels), (keys, size, width, far), (block_size, dim, value_dim, apart) = panels, sizes[0], sizes[1]
-    (parts, kv_heads, blocks), shape = sizes[2], (block_size, dim)
+    (parts, kv_heads, blocks), shape = sizes[2], (block_size, width_of(rows, dim))
     at = np.empty(OUTS, np.int64)
     first, last = share(size // OUTS * kv_heads)
     for part in range(first, last):
@@ -239,7 +249,7 @@ def attend_spans(rows, scales, given, panels, sizes, how):
     (tokens, heads, keys), (_, kv_heads, _), (_, dim, value_dim, _) = sizes
     group, together = heads // kv_heads, group_of(key_panels)
     size, width, far = -(-keys // OUTS) * OUTS, -(-dim // together) * together, -(-value_dim // OUTS) * OUTS
-    plain = np.empty(0 if scales is None else OUTS * dim, q.dtype)
+    plain = np.empty(OUTS * -(-dim // GROUP) * GROUP, q.dtype)
     _lay_panels(rows, scales, gather, panels, plain, ((keys, size, width, far), sizes[2], sizes[1]))
     wait()
     at_once = max(1, QUERIES // group)

@@ -20,12 +20,22 @@ class Rounded(NamedTuple):
     scales: Tensor  # [N, P, Hkv, bs] float32
 
 
-Layer = Tensor | Rounded  # a tensor: numbers of the model's type
+class Packed(NamedTuple):
+    """One layer of a pool of int4, or all of it."""
+
+    rows: Tensor  # [N, P, Hkv, bs, bytes] uint8, or [N, L, P, Hkv, bs, bytes]
+    dim: int  # numbers of a row
+
+
+Layer = Tensor | Rounded | Packed  # a tensor: numbers of the model's type
 
 
 def parts_of(layer: Layer) -> tuple[Tensor, Tensor]:
     """The numbers and the scales; those of numbers that have none are not read."""
-    return layer if isinstance(layer, Rounded) else (layer, layer)
+    if isinstance(layer, Rounded):
+        return layer
+    numbers = layer.rows if isinstance(layer, Packed) else layer
+    return numbers, numbers
 
 
 class DeviceAttention:
@@ -36,7 +46,7 @@ class DeviceAttention:
 
     def __init__(
         self,
-        pool: Tensor,
+        pool: Tensor | Packed,
         layers: Sequence[LayerAttention],
         heads: int,
         value_dim: int,
@@ -46,15 +56,18 @@ class DeviceAttention:
     ) -> None:
         """`pool` `[N, L, P, Hkv, bs, D]`, each block contiguous; `heads`: Hq; `value_dim`: Dv, 0 if it is D; `scales` `[N, L, P, Hkv, bs]`
         and the queries' `dtype`, if the pool's numbers are rounded."""
-        self.pool = pool
+        numbers, dim = pool if isinstance(pool, Packed) else (pool, pool.shape[-1])
+        self.pool = numbers
         self.layers = tuple(layers)
         self.heads = heads
-        self.value_dim = value_dim or pool.shape[-1]
+        self.value_dim = value_dim or dim
         self.inputs = inputs
-        self.views: tuple[Layer, ...] = pool.unbind(dim=1)  # [N, P, Hkv, bs, D] each
-        if scales is not None:
-            self.views = tuple(map(Rounded, pool.unbind(dim=1), scales.unbind(dim=1)))
-        self.paged = PagedKv(pool, value_dim, None, scales, dtype)
+        self.views: tuple[Layer, ...] = numbers.unbind(dim=1)  # [N, P, Hkv, bs, D] each
+        if isinstance(pool, Packed):
+            self.views = tuple(Packed(rows, dim) for rows in numbers.unbind(dim=1))
+        elif scales is not None:
+            self.views = tuple(map(Rounded, numbers.unbind(dim=1), scales.unbind(dim=1)))
+        self.paged = PagedKv(numbers, value_dim, None, scales, dtype, dim)
 
     def begin(self, step: Step) -> None:
         """Prepares what is the same for all layers. Also called before a captured step is replayed."""

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from baton.engine.gpu.attention import DeviceAttention, TorchAttention
+from baton.engine.gpu.attention import DeviceAttention, Packed, TorchAttention
 from baton.engine.gpu.inputs import Inputs
 from baton.engine.model.checkpoint import LayerAttention
 
@@ -23,6 +23,7 @@ BACKENDS = ("flashinfer", "flash_attn", "triton", "torch")  # best first
 FLASHINFER_HEADS = (64, 128, 256)
 FLASH_ATTN_BLOCK = 256
 MOST_REASON = 300  # characters
+INT4_HEAD = 128  # numbers of a head: wider ones spill registers
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -49,6 +50,8 @@ def why_not(backend: str, facts: Facts, found: Callable[[str], bool] = installed
     if not found(backend):
         return f"the package {backend} is not installed"
     if backend == "triton":
+        if facts.stored == "int4" and facts.head_dim > INT4_HEAD:
+            return f"it reads int4 of heads up to {INT4_HEAD} numbers, these have {facts.head_dim}"
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return None if facts.device == "cuda" or interpreted else f"it needs a CUDA device, this is {facts.device!r}"
     if facts.device != "cuda":
@@ -111,7 +114,7 @@ def choose(wanted: str, facts: Facts, found: Callable[[str], bool] = installed) 
 
 def make_attention(
     wanted: str,
-    pool: Tensor,
+    pool: Tensor | Packed,
     layers: Sequence[LayerAttention],
     heads: int,
     value_dim: int,
@@ -120,17 +123,18 @@ def make_attention(
     dtype: torch.dtype | None = None,
 ) -> DeviceAttention:
     """See `DeviceAttention`. Raises ValueError if `wanted` is unknown or not possible."""
-    _, _, parts, _, size, dim = pool.shape
-    stored = "" if scales is None else str(pool.dtype).removeprefix("torch.")
-    match choose(wanted, Facts(pool.device.type, dtype or pool.dtype, size, dim, parts, stored)):
+    numbers, dim = pool if isinstance(pool, Packed) else (pool, pool.shape[-1])
+    _, _, parts, _, size, _ = numbers.shape
+    stored = "int4" if isinstance(pool, Packed) else "" if scales is None else "int8"
+    match choose(wanted, Facts(numbers.device.type, dtype or numbers.dtype, size, dim, parts, stored)):
         case "flashinfer":
             from baton.engine.gpu.flashinfer_backend import FlashInferAttention
 
-            return FlashInferAttention(pool, layers, heads, value_dim, inputs)
+            return FlashInferAttention(numbers, layers, heads, value_dim, inputs)
         case "flash_attn":
             from baton.engine.gpu.flash_attn_backend import FlashAttnAttention
 
-            return FlashAttnAttention(pool, layers, heads, value_dim, inputs)
+            return FlashAttnAttention(numbers, layers, heads, value_dim, inputs)
         case "triton":
             from baton.engine.gpu.triton_backend import TritonAttention
 

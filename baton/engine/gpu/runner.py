@@ -16,7 +16,7 @@ from baton.engine.core.kvcache import KvPool
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingAllowed, OutOfDeviceMemory, Tokens
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Sequence
-from baton.engine.gpu.attention import DeviceAttention
+from baton.engine.gpu.attention import DeviceAttention, Packed
 from baton.engine.gpu.choice import Facts, first_that_works, installed, make_attention
 from baton.engine.gpu.device import Mark, model_of, recover
 from baton.engine.gpu.graphs import Captures, Graphs, ladder, uncaptured
@@ -91,8 +91,9 @@ class GpuRunner(ModelRunner):
         self._inputs = Inputs(capacity, self.layout.block_size, pool.num_blocks, self.device)
         self._sampler = Sampler(self.eos_token_ids, capacity.max_num_seqs, self.device, _pick(self.device))
         config = self.model.config
+        kv = Packed(self.blocks, self.layout.head_dim) if self.layout.stored == "int4" else self.blocks
         self.attention: DeviceAttention = make_attention(
-            backend, self.blocks, config.attention, config.heads, self.layout.value_dim, self._inputs, found.get("scales"),
+            backend, kv, config.attention, config.heads, self.layout.value_dim, self._inputs, found.get("scales"),
             DTYPES[self.layout.dtype],
         )  # fmt: skip
         self.graphs = Graphs(Captures(self.device) if self.device.type == "cuda" else uncaptured)

@@ -30,6 +30,7 @@ class Head(NamedTuple):
     shared: bool  # a key begins with its value (multi-head latent attention)
     bytes: int  # in a number
     rounded: bool = False  # whether numbers are widened after they are read, which takes registers
+    packed: bool = False  # and made of levels, which takes more; and shared memory, for numbers that change threads
 
 
 def most_shared(capability: tuple[int, int]) -> int:
@@ -40,6 +41,8 @@ def most_shared(capability: tuple[int, int]) -> int:
 def decode_tile(group: int, head: Head, capability: tuple[int, int]) -> Tile:
     """`group`: query heads of one key head."""
     rows = max(LEAST, min(64, 1 << (group - 1).bit_length()))
+    if head.packed:
+        return _fitted(Tile(LEAST, 32, 4), head, capability)
     if head.bytes > 2:
         keys = 64 if head.value <= 128 else 32 if head.value <= 256 else 16
         return _fitted(Tile(LEAST, keys, 4 if head.value <= 64 else 8), head, capability)
@@ -49,6 +52,8 @@ def decode_tile(group: int, head: Head, capability: tuple[int, int]) -> Tile:
 
 
 def prefill_tile(head: Head, capability: tuple[int, int]) -> Tile:
+    if head.packed:
+        return _fitted(Tile(32, 32, 4), head, capability)
     if head.bytes > 2:
         rows = 64 if head.value <= 64 else 32 if head.value <= 256 else 16
         return _fitted(Tile(rows, 32 if head.value <= 128 else 16, 8), head, capability)

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from baton.engine.core.int4_rows import row_bytes
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence as Seq
+from baton.engine.gpu.attention import Packed
 from baton.engine.gpu.choice import Facts, Tried, make_attention, tries
 from baton.engine.gpu.inputs import Capacity, Inputs
 from baton.engine.model.checkpoint import LayerAttention
@@ -29,9 +32,12 @@ def rehearse(
         seq.blocks, block = list(range(block, block + count)), block + count
         seq.computed = len(seq.tokens) - n
         chunks.append(Chunk(seq, n))
-    size = block + 1, len(kinds), facts.parts, kv_heads, facts.block_size, facts.head_dim
-    pool = torch.zeros(size, dtype=DTYPES[facts.stored] if facts.stored else facts.dtype, device=device)
-    scales = torch.zeros(size[:-1], device=device) if facts.stored else None
+    places = block + 1, len(kinds), facts.parts, kv_heads, facts.block_size
+    if facts.stored == "int4":
+        pool: Tensor | Packed = Packed(torch.zeros(*places, row_bytes(facts.head_dim), dtype=torch.uint8, device=device), facts.head_dim)
+    else:
+        pool = torch.zeros(*places, facts.head_dim, dtype=DTYPES[facts.stored] if facts.stored else facts.dtype, device=device)
+    scales = torch.zeros(places, device=device) if facts.stored == "int8" else None
     inputs = Inputs(Capacity(len(seqs), sum(TOKENS), max(len(seq.tokens) for seq in seqs) + 1), facts.block_size, block, device)
     attention = make_attention(backend, pool, kinds, heads, value_dim, inputs, scales, facts.dtype)
     attention.begin(inputs.prepare(chunks))

@@ -1,6 +1,6 @@
 """Attention over the paged pool in Triton: for any block size, grouped or multi-query heads, sliding windows, soft-capped scores, and the
 one-vector KV of multi-head latent attention. The pool's numbers are of the model's type, or `Rounded`: then a score is multiplied by its
-key's scale, and a weight by its value's.
+key's scale, and a weight by its value's. Or they are `Packed`, and become numbers as they are read.
 
 Kernels take the strides of one layer's slice of the pool, `[N, P, Hkv, bs, D]`: nothing is copied, and any memory order with D innermost
 works. A key after a sequence's last token is never loaded, so whatever is there, NaN included, has no effect.
@@ -20,9 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.gpu.attention import Layer, Rounded, parts_of
+from baton.engine.core.int4_rows import groups_of
+from baton.engine.gpu.attention import Layer, Packed, Rounded, parts_of
 from baton.engine.gpu.device import capability
 from baton.engine.gpu.tiles import Head, decode_tile, prefill_tile
+from baton.engine.gpu.triton_int4 import numbers_of
 from baton.engine.model.checkpoint import LayerAttention
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -41,6 +43,15 @@ def _keys_at(base, table, pos, seen, kv_head, block_stride, head_stride, slot_st
     """Pointers `[KEYS, 1]` to what a head has in the pool at the positions `pos`."""
     block = tl.load(table + pos // BLOCK, mask=seen, other=0).to(tl.int64)
     return base + (block * block_stride + kv_head * head_stride + (pos % BLOCK) * slot_stride)[:, None]
+
+
+@triton.jit
+def _read(at, d, inside, dtype, GROUPS: tl.constexpr):
+    """Numbers `d` of what is at `at`; GROUPS of a row of int4, else 0."""
+    if GROUPS > 0:
+        return numbers_of(at, d, inside, GROUPS).to(dtype)
+    else:
+        return tl.load(at + d, mask=inside, other=0).to(dtype)
 
 
 @triton.jit
@@ -87,6 +98,7 @@ def _decode_kernel(
     DR_PAD: tl.constexpr,
     SHARED: tl.constexpr,
     ROUNDED: tl.constexpr,
+    GROUPS: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
@@ -118,10 +130,10 @@ def _decode_kernel(
         pos = at + tl.arange(0, KEYS)
         seen = pos < end
         key = _keys_at(keys, table, pos, seen, kv_head, block_stride, head_stride, slot_stride, BLOCK)
-        k = tl.load(key + d, mask=seen[:, None] & (d < DV), other=0).to(q_value.dtype)
+        k = _read(key, d, seen[:, None] & (d < DV), q_value.dtype, GROUPS)
         scores = tl.dot(q_value, tl.trans(k), input_precision="ieee")
         if DR > 0:
-            k_rest = tl.load(key + DV + r, mask=seen[:, None] & (r < DR), other=0).to(q_value.dtype)
+            k_rest = _read(key, DV + r, seen[:, None] & (r < DR), q_value.dtype, GROUPS)
             scores += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
         scores *= scale
         if ROUNDED:
@@ -138,7 +150,7 @@ def _decode_kernel(
             v = k
         else:
             value = _keys_at(values, table, pos, seen, kv_head, block_stride, head_stride, slot_stride, BLOCK)
-            v = tl.load(value + d, mask=seen[:, None] & (d < DV), other=0).to(q_value.dtype)
+            v = _read(value, d, seen[:, None] & (d < DV), q_value.dtype, GROUPS)
         if ROUNDED:
             p *= _scales_at(value_scales, table, pos, seen, kv_head, scale_block, scale_head, BLOCK)[None, :]
         acc = acc * kept[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
@@ -204,6 +216,7 @@ def _prefill_kernel(
     DR_PAD: tl.constexpr,
     SHARED: tl.constexpr,
     ROUNDED: tl.constexpr,
+    GROUPS: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
@@ -239,10 +252,10 @@ def _prefill_kernel(
             pos = at + tl.arange(0, KEYS)
             seen = pos < end
             key = _keys_at(keys, table, pos, seen, kv_head, block_stride, head_stride, slot_stride, BLOCK)
-            k = tl.load(key + d, mask=seen[:, None] & (d < DV), other=0).to(q_value.dtype)
+            k = _read(key, d, seen[:, None] & (d < DV), q_value.dtype, GROUPS)
             scores = tl.dot(q_value, tl.trans(k), input_precision="ieee")
             if DR > 0:
-                k_rest = tl.load(key + DV + r, mask=seen[:, None] & (r < DR), other=0).to(q_value.dtype)
+                k_rest = _read(key, DV + r, seen[:, None] & (r < DR), q_value.dtype, GROUPS)
                 scores += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
             scores *= scale
             if ROUNDED:
@@ -262,7 +275,7 @@ def _prefill_kernel(
                 v = k
             else:
                 value = _keys_at(values, table, pos, seen, kv_head, block_stride, head_stride, slot_stride, BLOCK)
-                v = tl.load(value + d, mask=seen[:, None] & (d < DV), other=0).to(q_value.dtype)
+                v = _read(value, d, seen[:, None] & (d < DV), q_value.dtype, GROUPS)
             if ROUNDED:
                 p *= _scales_at(value_scales, table, pos, seen, kv_head, scale_block, scale_head, BLOCK)[None, :]
             acc = acc * kept[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
@@ -403,7 +416,8 @@ def _strides(q: Tensor, layer: Layer, tables: Tensor, out: Tensor) -> tuple[int,
 
 
 def _head(q: Tensor, shape: dict[str, int]) -> Head:
-    return Head(shape["DV_PAD"], shape["DR_PAD"] if shape["DR"] else 0, bool(shape["SHARED"]), q.element_size(), bool(shape["ROUNDED"]))
+    rest, packed = shape["DR_PAD"] if shape["DR"] else 0, shape["GROUPS"] > 0
+    return Head(shape["DV_PAD"], rest, bool(shape["SHARED"]), q.element_size(), packed or bool(shape["ROUNDED"]), packed)
 
 
 def _shape(q: Tensor, layer: Layer, dv: int) -> dict[str, int]:
@@ -418,4 +432,5 @@ def _shape(q: Tensor, layer: Layer, dv: int) -> dict[str, int]:
         "DR_PAD": max(16, triton.next_power_of_2(rest)),
         "SHARED": parts == 1,
         "ROUNDED": isinstance(layer, Rounded),
+        "GROUPS": groups_of(q.shape[2]) if isinstance(layer, Packed) else 0,
     }

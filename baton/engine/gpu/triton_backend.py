@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from baton.engine.gpu import triton_attention, triton_store
-from baton.engine.gpu.attention import DeviceAttention
+from baton.engine.gpu.attention import DeviceAttention, Packed
 from baton.engine.gpu.inputs import Inputs, Step
 from baton.engine.model.checkpoint import LayerAttention
 
@@ -47,7 +47,7 @@ class TritonAttention(StoringAttention):
 
     def __init__(
         self,
-        pool: Tensor,
+        pool: Tensor | Packed,
         layers: Sequence[LayerAttention],
         heads: int,
         value_dim: int,
@@ -56,6 +56,7 @@ class TritonAttention(StoringAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(pool, layers, heads, value_dim, inputs, scales, dtype)
+        pool = self.pool
         _, _, parts, self._kv_heads, _, _ = pool.shape
         cuda = pool.device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(pool.device).multi_processor_count if cuda else 1

@@ -1,4 +1,4 @@
-"""The Triton kernel that writes new keys and values into their slots of the pool, rounded if the pool is of int8.
+"""The Triton kernel that writes new keys and values into their slots of the pool, rounded if the pool is of int8 or (`triton_int4`) int4.
 
 Letters in shapes are those of `baton.engine.gpu.triton_attention`.
 """
@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.gpu.attention import Layer, Rounded, parts_of
+from baton.engine.gpu import triton_int4
+from baton.engine.gpu.attention import Layer, Packed, Rounded, parts_of
 
 LEVELS = tl.constexpr(127.0)  # up to which a row is rounded
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest scale
@@ -77,6 +78,9 @@ def store(kv: Tensor, layer: Layer, slots: Tensor, tails: Tensor) -> None:
     The `tails[t]` slots after it in its block are zeroed. The span that begins a block must do that, so that the block's bytes depend only
     on its tokens.
     """
+    if isinstance(layer, Packed):
+        triton_int4.store(kv, layer, slots, tails)
+        return
     tokens, parts, heads, dim = kv.shape
     numbers, scales = parts_of(layer)
     _store_kernel[(tokens, parts)](

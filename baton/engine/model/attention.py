@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.model.checkpoint import LayerAttention
+from baton.engine.model.int4_rows import pack, unpack
 from baton.engine.model.sizes import rounded_up
 
 GROUP_BYTES = 32 << 20  # of keys and values gathered for one group of decodes
@@ -56,17 +57,21 @@ class Span(NamedTuple):
 
 
 class KvLayer(NamedTuple):
-    """Three views of one layer's slice of the pool."""
+    """Three views of one layer's slice of the pool. W is D or, if they are rows of int4, the bytes of one."""
 
-    blocks: Tensor  # [N, P, Hkv, bs, D]
-    rows: Tensor  # [*, bs * D]: row (block · PLHkv + part · Hkv + head) is what one head has in one block
-    slots: Tensor  # [*, D]: slot (row · bs + offset) is what it has for one token
+    blocks: Tensor  # [N, P, Hkv, bs, W]
+    rows: Tensor  # [*, bs * W]: row (block · PLHkv + part · Hkv + head) is what one head has in one block
+    slots: Tensor  # [*, W]: slot (row · bs + offset) is what it has for one token
     per_block: int  # rows from one block to the next
     scales: Tensor | None  # [N, P * Hkv, bs]: what the numbers of a row are multiplied by; None: they are as they are
+    dim: int  # D
 
     def read(self, rows: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The numbers of these rows `[n]`, `[n, bs * D]` of that type; `out`: room for them as they are stored."""
         stored = torch.index_select(self.rows, 0, rows, out=out)
+        if stored.dtype == torch.uint8:
+            width = self.slots.shape[1]
+            return unpack(stored.view(len(rows), -1, width), self.dim).to(dtype).reshape(len(rows), -1)
         if self.scales is None:
             return stored if stored.dtype == dtype else stored.to(dtype)
         scales = self.scales[rows // self.per_block, rows % self.per_block]  # [n, bs]
@@ -74,6 +79,9 @@ class KvLayer(NamedTuple):
 
     def write(self, slots: Tensor, x: Tensor) -> None:
         """x `[n, D]` into slots `[n]`."""
+        if self.slots.dtype == torch.uint8:
+            self.slots.index_copy_(0, slots, pack(x))
+            return
         if self.scales is not None:
             size = self.scales.shape[2]
             rows, offsets = slots // size, slots % size
@@ -118,26 +126,29 @@ class PagedKv:
         kernels: Kernels | None = None,
         scales: Tensor | None = None,
         dtype: torch.dtype | None = None,
+        dim: int = 0,
     ) -> None:
-        """`pool` is `[N, L, P, Hkv, bs, D]`, each block contiguous, a whole number of rows from one to the next; `value_dim`: Dv, 0 if it
-        is D; `scales` `[N, L, P, Hkv, bs]`, if `kernels` are for numbers that have them; `dtype` of queries, if it is not the pool's."""
-        _, layers, self.parts, self.kv_heads, self.block_size, dim = pool.shape
+        """`pool` is `[N, L, P, Hkv, bs, W]`, each block contiguous, a whole number of rows from one to the next; `value_dim`: Dv, 0 if it
+        is D; `scales` `[N, L, P, Hkv, bs]`, if `kernels` are for numbers that have them; `dtype` of queries, if it is not the pool's;
+        `dim`: D, if it is not W (see `KvLayer`)."""
+        _, layers, self.parts, self.kv_heads, self.block_size, width = pool.shape
         self.pool = pool
-        self.value_dim = value_dim or dim
+        self.dim = dim or width
+        self.value_dim = value_dim or self.dim
         self.kernels = kernels
         self.dtype = dtype or pool.dtype
         self.scales = scales
-        row, step = self.block_size * dim, self.parts * self.kv_heads
+        row, step = self.block_size * width, self.parts * self.kv_heads
         self.rows_per_block = pool.stride(0) // row
         count = (len(pool) - 1) * self.rows_per_block + layers * step
-        rows, slots = pool.as_strided((count, row), (row, 1)), pool.as_strided((count * self.block_size, dim), (dim, 1))
+        rows, slots = pool.as_strided((count, row), (row, 1)), pool.as_strided((count * self.block_size, width), (width, 1))
         by_row = [None] * layers if scales is None else scales.flatten(2, 3).unbind(dim=1)
         self.layers = [
-            KvLayer(pool[:, i], rows[i * step :], slots[i * step * self.block_size :], self.rows_per_block, by_row[i])
+            KvLayer(pool[:, i], rows[i * step :], slots[i * step * self.block_size :], self.rows_per_block, by_row[i], self.dim)
             for i in range(layers)
         ]
         self.row_bytes = rows.shape[1] * rows.element_size()
-        self._by_slot = pool.flatten(1, 3).transpose(1, 2)  # [N, bs, PLHkv, D]
+        self._by_slot = pool.flatten(1, 3).transpose(1, 2)  # [N, bs, PLHkv, W]
         gathered = self.dtype if kernels else pool.dtype  # kernels gather what they compute with
         self._scratch = rows.new_empty(0, rows.shape[1], dtype=gathered)
 
@@ -165,7 +176,7 @@ class PagedKv:
                 self.scales[block].zero_()
 
     def scratch(self, rows: int) -> Tensor:
-        """Uninitialised `[rows, bs * D]`, valid until the next call. Kept between steps, because fresh pages cost more than the gather."""
+        """Uninitialised `[rows, bs * W]`, valid until the next call. Kept between steps, because fresh pages cost more than the gather."""
         if rows > len(self._scratch):
             self._scratch = self._scratch.new_empty(rows, self._scratch.shape[1])
         return self._scratch[:rows]
@@ -196,7 +207,7 @@ class Meta:
     layers: tuple[LayerAttention, ...]  # [L]
     slots: Tensor  # [T' * P * Hkv] into a layer's slots: where the new keys and values go
     groups: tuple[tuple[Group, ...], ...]  # [L], shared by layers of the same kind: in order, they cover the T' tokens
-    scratch: Tensor  # [rows, bs * D], room for the largest gather
+    scratch: Tensor  # [rows, bs * W], room for the largest gather
 
 
 class PagedAttention:

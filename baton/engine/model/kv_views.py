@@ -5,7 +5,7 @@ from torch import Tensor
 
 from baton.engine.core.kvcache import KvLayout
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8, "uint8": torch.uint8}
 
 
 def views(layout: KvLayout, memory: Tensor) -> dict[str, Tensor]:

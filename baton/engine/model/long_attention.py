@@ -34,7 +34,7 @@ class Panel:
             name: torch.from_numpy(self._parts[name]).view(DTYPES[view.dtype]).view(blocks, layers, *view.shape[1:])
             for name, view in views.items()
         }
-        self.paged = PagedKv(shaped["kv"], layout.value_dim, like.kernels, shaped.get("scales"), like.dtype)
+        self.paged = PagedKv(shaped["kv"], layout.value_dim, like.kernels, shaped.get("scales"), like.dtype, like.dim)
 
     def take(self, block: int, unit: "memoryview | np.ndarray[tuple[int], np.dtype[np.uint8]]", first: int) -> None:
         """These layers of a whole block, from `first` on."""

@@ -47,7 +47,7 @@ class Ops:
         return onednn.multiplies_int8()
 
     def attention(self, stored: str) -> Kernels | None:
-        """Kernels for a pool whose numbers are of this type and have scales, or, if it is "", of the model's; None: there are none."""
+        """Kernels for a pool as `KvLayout.stored` says it; None: there are none."""
         return None
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -1,5 +1,5 @@
 """Attention that reads blocks in place, against the formula in float64: ragged lengths, blocks in any order, slots that hold NaN, and KV as
-it is or rounded to int8."""
+it is or rounded to int8 or int4."""
 
 import ctypes
 import itertools
@@ -15,16 +15,20 @@ from hypothesis import strategies as st
 from numba import carray
 from torch import Tensor
 
-from baton.engine.cpu import kernel, kv_int8
+from baton.engine.core.int4_rows import GROUP, row_bytes
+from baton.engine.cpu import kernel, kv_int4, kv_int8
 from baton.engine.cpu.decode_attention import attend_in_place, store
 from baton.engine.cpu.span_attention import attend_span
 from baton.engine.model.attention import CUT as KEYS
 from baton.engine.model.attention import Kernels, Meta, PagedAttention, PagedKv, Span, batch_order, plan
 from baton.engine.model.checkpoint import LayerAttention
+from baton.engine.model.int4_rows import pack
 
 U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # largest relative error of rounding a number
 LAYERS = 2
-ATTENTION = Kernels(attend_in_place, attend_span, store)  # without the other kernels, which take a minute to compile
+# Without the other kernels, which take a minute to compile.
+ATTENTION = {"": Kernels(attend_in_place, attend_span, store), "int8": kv_int8.ATTENTION, "int4": kv_int4.ATTENTION}
+STORED = list(ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Shape:
     block_size: int
     dtype: torch.dtype = torch.float32
     value_dim: int = 0  # if not 0, there is one part
-    stored: bool = False  # as int8
+    stored: str = ""  # as int8 or int4
 
     @property
     def parts(self) -> int:
@@ -50,7 +54,7 @@ SHAPES = st.builds(
     half=st.integers(1, 40) | st.sampled_from([16, 32]),  # heads of whole cache lines have products of their own
     block_size=st.sampled_from([1, 2, 3, 4, 7, 16, 64]),
     dtype=st.sampled_from(list(U)),
-    stored=st.booleans(),
+    stored=st.sampled_from(STORED),
 )
 HOWS = st.builds(
     LayerAttention,
@@ -66,6 +70,17 @@ def rounded(kv: Tensor) -> tuple[Tensor, Tensor]:
     return (kv.float() * (1 / scales)[..., None]).round().to(torch.int8), scales
 
 
+def unpacked(rows: Tensor, dim: int) -> Tensor:
+    """What rows of int4 `[*, bytes]` stand for, `[*, dim]` in float64: exactly."""
+    groups, found = -(-dim // GROUP), []
+    for group in range(groups):
+        levels = rows[..., group * GROUP // 2 : (group + 1) * GROUP // 2]
+        place = groups * GROUP // 2 + 4 * group
+        low, scale = rows[..., place : place + 4].contiguous().view(torch.bfloat16).double().split(1, dim=-1)
+        found.append(torch.cat((levels % 16, levels // 16), dim=-1) * scale + low)
+    return torch.cat(found, dim=-1)[..., :dim]
+
+
 class Case:
     """Sequences of given lengths in randomly drawn blocks of a pool of NaN; the last tokens of each are new."""
 
@@ -77,8 +92,12 @@ class Case:
         ids = list(range(sum(tables) + 3))
         random.Random(seed).shuffle(ids)
         size = len(ids), LAYERS, shape.parts, shape.kv_heads, shape.block_size, shape.dim
-        self.pool = torch.full(size, 7, dtype=torch.int8) if shape.stored else torch.full(size, torch.nan, dtype=shape.dtype)
-        self.scales = torch.full(size[:-1], torch.nan) if shape.stored else None
+        self.pool = torch.full(size, torch.nan, dtype=shape.dtype)
+        if shape.stored == "int8":
+            self.pool = torch.full(size, 7, dtype=torch.int8)
+        elif shape.stored == "int4":
+            self.pool = torch.full((*size[:-1], row_bytes(shape.dim)), 255, dtype=torch.uint8)
+        self.scales = torch.full(size[:-1], torch.nan) if shape.stored == "int8" else None
         self.spans = [
             Span(before, new, [ids.pop() for _ in range(count)], steps=decodes and new == 1)
             for (before, new), count in zip(lengths, tables, strict=True)
@@ -89,16 +108,20 @@ class Case:
         ]
         self.kv = list(self.given)  # as it is read
         for i, (span, kv) in enumerate(zip(self.spans, self.given, strict=True)):
-            if shape.stored:
+            numbers, scales = kv, None
+            if shape.stored == "int8":
                 numbers, scales = rounded(kv)
                 self.kv[i] = numbers * scales[..., None]
+            elif shape.stored == "int4":
+                numbers = pack(kv.reshape(-1, shape.dim)).view(*kv.shape[:-1], -1)
+                self.kv[i] = unpacked(numbers, shape.dim)
             for position in range(span.start):
-                self.slot(span, position)[:] = scales[position] if shape.stored else kv[position]
-                if shape.stored:
-                    self.slot(span, position, self.pool)[:] = numbers[position]
+                self.slot(span, position, self.pool)[:] = numbers[position]
+                if scales is not None:
+                    self.slot(span, position)[:] = scales[position]
         self.q = torch.randn(sum(new for _, new in lengths), shape.heads, shape.dim, generator=generator).to(shape.dtype)
-        kernels = (kv_int8.ATTENTION if shape.stored else ATTENTION) if in_place else None
-        self.paged = PagedKv(self.pool, shape.value_dim, kernels, self.scales, shape.dtype)
+        kernels = ATTENTION[shape.stored] if in_place else None
+        self.paged = PagedKv(self.pool, shape.value_dim, kernels, self.scales, shape.dtype, shape.dim)
 
     def slot(self, span: Span, position: int, of: Tensor | None = None) -> Tensor:
         """[L, P, Hkv, D], or of scales [L, P, Hkv]"""
@@ -107,7 +130,13 @@ class Case:
 
     def read(self) -> Tensor:
         """A copy of the pool, as it is read."""
+        if self.shape.stored == "int4":
+            return unpacked(self.pool, self.shape.dim)
         return self.pool.clone() if self.scales is None else self.pool * self.scales[..., None]
+
+    def spoil(self, span: Span, position: int, part: int) -> None:
+        """Something in the slot is no number: with int8 the scales, with int4 those and the shifts."""
+        self.slot(span, position)[:, part] = 255 if self.shape.stored == "int4" else torch.nan
 
     def plan(self, how: LayerAttention = PLAIN) -> Meta:
         return plan(self.spans, self.paged, [how] * LAYERS)
@@ -167,7 +196,7 @@ def error_bound(scores: Tensor, terms: Tensor, values: Tensor, shape: Shape, sof
     - The sums of `keys` numbers in the numerator and the denominator are wrong by keys · u of Σ p · |v| and of |o|; the quotient adds
       u of |o|.
     - In bfloat16 the weights are rounded, then the sum, then the answer.
-    - A number that is stored as int8 is multiplied by its scale, and rounded to the type of the queries.
+    - A number that is stored as int8 is multiplied by its scale, and rounded to the type of the queries; so is one of int4, plus a shift.
 
     A long sum is held to less than its worst case: n independent rounding errors add up to more than 7 √n u only once in 10^10
     sums (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019, theorem 3.1).
@@ -221,11 +250,11 @@ def run_with(threads: int, case: Case, how: LayerAttention = PLAIN) -> None:
     HOWS,
     st.lists(st.integers(0, 60), min_size=1, max_size=5),
     st.sampled_from([1, 16]),
-    st.booleans(),
+    st.sampled_from(STORED),
 )
 @settings(max_examples=40, deadline=None)
 def test_decodes_match_when_one_vector_is_key_and_value(
-    heads: int, value: int, rest: int, how: LayerAttention, before: list[int], block_size: int, stored: bool
+    heads: int, value: int, rest: int, how: LayerAttention, before: list[int], block_size: int, stored: str
 ) -> None:
     shape = Shape(heads, 1, value + rest, block_size, value_dim=value, stored=stored)
     Case(shape, [(length, 1) for length in before]).check(how)
@@ -233,8 +262,8 @@ def test_decodes_match_when_one_vector_is_key_and_value(
 
 @pytest.mark.parametrize("batch", [1, 2, 31, 64])
 @pytest.mark.parametrize("dtype", list(U))
-@pytest.mark.parametrize("stored", [False, True])
-def test_batches_of_decodes_match_the_formula(batch: int, dtype: torch.dtype, stored: bool) -> None:
+@pytest.mark.parametrize("stored", STORED)
+def test_batches_of_decodes_match_the_formula(batch: int, dtype: torch.dtype, stored: str) -> None:
     rng = random.Random(batch)
     Case(Shape(8, 2, 64, 16, dtype, stored=stored), [(rng.randrange(200), 1) for _ in range(batch)]).check()
 
@@ -267,10 +296,10 @@ def test_spans_match_the_formula(shape: Shape, how: LayerAttention, before: int,
 
 
 @pytest.mark.parametrize("dtype", list(U))
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 3, 40), (80, 1, 16)])
 def test_spans_of_several_times_as_many_keys_as_are_met_at_once_match_the_formula(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, stored: bool
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, stored: str
 ) -> None:
     case = Case(Shape(heads, kv_heads, dim, 16, dtype, stored=stored), [(3 * KEYS + 5, 40)])
     case.q *= 20  # so that greater scores are found late
@@ -296,11 +325,10 @@ def test_keys_that_a_token_does_not_see_change_no_bit_of_it() -> None:
 
 
 @pytest.mark.parametrize("part", [0, 1])
-@pytest.mark.parametrize("stored", [False, True])
-def test_nan_in_a_longer_span_affects_only_its_sequence(part: int, stored: bool) -> None:
-    """With int8, in a scale."""
+@pytest.mark.parametrize("stored", STORED)
+def test_nan_in_a_longer_span_affects_only_its_sequence(part: int, stored: str) -> None:
     case = Case(Shape(4, 2, 16, 4, stored=stored), [(30, 3), (30, 5), (30, 4)])
-    case.slot(case.spans[1], 11)[:, part] = torch.nan
+    case.spoil(case.spans[1], 11, part)
     assert case.attend().isnan().any(dim=1).tolist() == [False] * 3 + [True] * 5 + [False] * 4
 
 
@@ -326,32 +354,33 @@ def test_strided_queries_keys_and_values_match_the_formula() -> None:
 
 
 @pytest.mark.parametrize("part", [0, 1])
-@pytest.mark.parametrize("stored", [False, True])
-def test_nan_in_a_key_or_value_affects_only_its_sequence(part: int, stored: bool) -> None:
+@pytest.mark.parametrize("stored", STORED)
+def test_nan_in_a_key_or_value_affects_only_its_sequence(part: int, stored: str) -> None:
     case = Case(Shape(4, 2, 16, 4, stored=stored), [(30, 1), (30, 1), (30, 1)])
-    case.slot(case.spans[1], 11)[:, part] = torch.nan
+    case.spoil(case.spans[1], 11, part)
     assert case.attend().isnan().any(dim=1).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("given", [torch.nan, torch.inf])
-def test_a_key_that_is_no_number_is_none_once_it_is_rounded(given: float) -> None:
-    """So the logits are not finite, and the sequence fails instead of going on with what int8 made of it."""
+@pytest.mark.parametrize("stored", ["int8", "int4"])
+def test_a_key_that_is_no_number_is_none_once_it_is_rounded(stored: str, given: float) -> None:
+    """So the logits are not finite, and the sequence fails instead of going on with what was made of it."""
     for new in (1, 3):
-        case = Case(Shape(4, 2, 16, 4, stored=True), [(30, new), (30, new)])
+        case = Case(Shape(4, 2, 16, 4, stored=stored), [(30, new), (30, new)])
         case.given[1][30, 0, :, 5] = given
         assert not case.attend()[new:].isfinite().all(dim=1).any() and case.attend()[:new].isfinite().all()
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_another_block_changes_the_answer(stored: bool) -> None:
+@pytest.mark.parametrize("stored", STORED)
+def test_another_block_changes_the_answer(stored: str) -> None:
     """Negative control: attention reads the blocks that the block table names."""
     case = Case(Shape(4, 2, 16, 4, stored=stored), [(30, 1), (30, 1)])
     case.spans[0].blocks[2] = case.spans[1].blocks[2]  # type: ignore[index]
     assert (case.attend().double() - case.expected()).abs().amax(dim=1)[0] > 1e-2
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_without_the_kernel_no_blocks_are_read_in_place(stored: bool) -> None:
+@pytest.mark.parametrize("stored", STORED)
+def test_without_the_kernel_no_blocks_are_read_in_place(stored: str) -> None:
     lengths = [(9, 1), (30, 1), (5, 4)]
     plain, in_place = (Case(Shape(4, 2, 16, 4, stored=stored), lengths, in_place=way) for way in (False, True))
     assert plain.plan().decodes is None

@@ -55,8 +55,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def runner(folder: Path, backend: str, block_size: int, dtype: str = "bfloat16", graph_sizes: tuple[int, ...] | None = None) -> GpuRunner:
-    loaded = load_runner(GpuRunner, folder, dtype=dtype, block_size=block_size, device="cuda")
+def runner(
+    folder: Path,
+    backend: str,
+    block_size: int,
+    dtype: str = "bfloat16",
+    graph_sizes: tuple[int, ...] | None = None,
+    kv_dtype: str = "auto",
+) -> GpuRunner:
+    loaded = load_runner(GpuRunner, folder, dtype=dtype, block_size=block_size, device="cuda", kv_dtype=kv_dtype)
     assert isinstance(loaded, GpuRunner)
     pool = KvPool(loaded.layout, 8 * 1024 // block_size)
     loaded.attach(pool, capacity=Capacity(8, 1024, 1024), backend=backend, graph_sizes=graph_sizes)
@@ -104,6 +111,19 @@ def test_logits_of_every_backend_are_close_to_float32(folder: Path, backend: str
         plain[dtype] = logits(reference)
     found = logits(runner(folder, backend, block_size, graph_sizes=graph_sizes))
     assert rms(found - plain["float32"]) < 1.5 * rms(plain["bfloat16"] - plain["float32"])
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("graph_sizes", [(), (2, 8)], ids=["eager", "captured"])
+def test_logits_over_rounded_kv_are_those_of_plain_torch(folder: Path, kv_dtype: str, graph_sizes: tuple[int, ...]) -> None:
+    """A last bit of a key may round it up or down, so they are close; those over KV that is not rounded are farther."""
+    found = {}
+    for kind in ("auto", kv_dtype):
+        reference = load_runner(ModelRunner, folder, dtype="float32", block_size=16, compiled=False, kv_dtype=kind)
+        reference.attach(KvPool(reference.layout, 512))
+        found[kind] = logits(reference)
+    ours = logits(runner(folder, "triton", 16, "float32", graph_sizes, kv_dtype))
+    assert rms(ours - found[kv_dtype]) < 0.5 * rms(found["auto"] - found[kv_dtype])
 
 
 def test_captured_steps_give_the_same_logits_as_eager_ones(folder: Path) -> None:

@@ -2,14 +2,17 @@
 order, blocks of one token, tails full of NaN, windows, soft caps, scales, grouped, multi-query and one-vector KV."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.gpu.attention import Rounded
+from baton.engine.core.int4_rows import row_bytes
+from baton.engine.gpu.attention import Layer, Packed, Rounded
 from baton.engine.model.checkpoint import LayerAttention
+from baton.engine.model.int4_rows import pack, unpack
 
 kernels = pytest.importorskip("baton.engine.gpu.triton_attention", reason="needs triton", exc_type=ImportError)
 storing = pytest.importorskip("baton.engine.gpu.triton_store", reason="needs triton", exc_type=ImportError)
@@ -65,6 +68,13 @@ def as_int8(case: Paged) -> Rounded:
     case.kv = [numbers * scales[..., None] for numbers, scales in map(rounded, case.kv)]
     numbers, scales = rounded(case.pool)
     return Rounded(numbers[:, 1], scales[:, 1])
+
+
+def as_int4(case: Paged) -> Packed:
+    """Layer 1 of the pool as rows of int4, as are the numbers that the formula is given."""
+    dim = case.pool.shape[-1]
+    case.kv = [unpack(pack(kv.reshape(-1, dim)), dim).view(kv.shape) for kv in case.kv]
+    return Packed(pack(case.pool.reshape(-1, dim)).view(*case.pool.shape[:-1], -1)[:, 1], dim)
 
 
 def formula(q: Tensor, kv: Tensor, how: LayerAttention, value_dim: int) -> Tensor:
@@ -144,11 +154,14 @@ def test_prefill_matches_the_formula(
 
 
 @pytest.mark.parametrize("how", [HOWS[0], HOWS[1], HOWS[3]])
-@pytest.mark.parametrize(("parts", "value_dim"), [(2, 24), (1, 16)])
-def test_rounded_numbers_match_the_formula(device: torch.device, parts: int, value_dim: int, how: LayerAttention) -> None:
-    case = paged(random.Random(7), device, [3, 90, 41], block_size=5, kv_heads=2, dim=24, parts=parts)
-    layer, firsts = as_int8(case), torch.tensor([0, 1, 28, 29], dtype=torch.int32, device=device)
-    q = torch.randn(29, 6, 24, device=device)
+@pytest.mark.parametrize(("parts", "dim", "value_dim"), [(2, 24, 24), (2, 80, 80), (1, 24, 16)])
+@pytest.mark.parametrize("stored", [as_int8, as_int4])
+def test_rounded_numbers_match_the_formula(
+    device: torch.device, stored: Callable[[Paged], Layer], parts: int, dim: int, value_dim: int, how: LayerAttention
+) -> None:
+    case = paged(random.Random(7), device, [3, 90, 41], block_size=5, kv_heads=2, dim=dim, parts=parts)
+    layer, firsts = stored(case), torch.tensor([0, 1, 28, 29], dtype=torch.int32, device=device)
+    q = torch.randn(29, 6, dim, device=device)
     decoded, filled = (torch.full((n, 6, value_dim), torch.nan, device=device) for n in (3, 29))
     kernels.decode(q[:3], layer, case.tables, case.seats, case.lens, how, decoded, splits=2)
     kernels.prefill(q, layer, case.tables, case.seats, case.lens, kernels.Queries(firsts, 0, 27), how, filled)
@@ -240,6 +253,22 @@ def test_store_rounds_each_row_and_zeroes_the_tails_of_numbers_and_scales(device
         error = (numbers * scale[..., None] - kv[token]).abs()[plain]
         assert (error <= 0.501 * scale[plain][:, None]).all() and (numbers.abs().amax(dim=-1)[plain & kv[token].any(dim=-1)] == 127).all()
     assert not pool[2, 1, :, :, 2:].any() and not scales[2, 1, :, :, 2:].any()
+
+
+def test_store_packs_rows_of_int4_and_zeroes_their_tails(device: torch.device) -> None:
+    """Numbers may be rounded to the next level, where a device divides in another way. A group that is not finite says so."""
+    pool = torch.full((4, 2, 2, 3, 5, row_bytes(40)), 9, dtype=torch.uint8, device=device)
+    kv = torch.randn(3, 2, 3, 40, generator=torch.Generator().manual_seed(1)).to(device)
+    kv[0, 0, 1], kv[1, 0, 0, 3], kv[1, 1, 2, 37] = 0, torch.nan, -torch.inf
+    slots, tails = (torch.tensor(values, device=device) for values in ([2 * 5 + 1, 3, 4], [3, 0, 0]))
+    storing.store(kv, Packed(pool[:, 1], 40), slots, tails)
+    assert (pool[:, 0] == 9).all() and (pool[:, 1] != 9).any(dim=-1).sum() == 6 * 6
+    assert not pool[2, 1, :, :, 2:].any()
+    for token, (block, offset) in enumerate([(2, 1), (0, 3), (0, 4)]):
+        found, expected = (unpack(rows, 40) for rows in (pool[block, 1, :, :, offset], pack(kv[token].view(-1, 40)).view(2, 3, -1)))
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert (found == expected).float().mean() > 0.95 or token == 1
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.5, equal_nan=True)
 
 
 def test_flatten_tables_joins_the_blocks_of_each_seat(device: torch.device) -> None:
