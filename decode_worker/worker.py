@@ -1,6 +1,6 @@
 """The decode role: accepts a request with or without its KV, and generates with continuous batching.
 
-    start → handle?  verify → wait for room → fetch → adopt        no prompt token is computed here
+    start → handle?  verify → own tiers → wait for room → fetch → adopt   no prompt token is computed here
           → live     the same while another worker still computes the prompt; the first token comes last
           → else     add                                           bypass: the prompt is prefilled in chunks between decodes
           → tokens … → finished
@@ -184,6 +184,7 @@ class DecodeWorker:
         whole = len(seq.tokens) - (call.first is None and not searches)  # all but the first token
         if (handle.start, handle.end) != (0, whole):
             raise BatonError(Reason.LEASE_REFUSED, f"the handle is for positions {handle.start} to {handle.end}, the request has {whole}")
+        await self.port.bring(seq, handle)
         async with self._room:
             try:
                 while not await self.engine.reserve(seq):
@@ -195,6 +196,7 @@ class DecodeWorker:
         call.handoff.blocks_reused = await self.port.fill(seq, fetch)
         call.verified()
         self._meter.ended("ok", call.handoff)
+        self.port.noted(call.handoff)
         span.set(call.handoff.attributes())
         span.end()  # the request may be over before `adopt` returns
         first = await call.first if call.first is not None else None

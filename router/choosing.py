@@ -5,14 +5,16 @@ What makes a worker a good choice is decided in `router.policy`.
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.core.block_key import extend_keys, root_key
 from router.conduct import Conduct
-from router.policy import Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_prefill
+from router.hints import Hints
+from router.policy import Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_hint, choose_prefill
 from router.request import Request, emitted, too_late
 from router.served import ServedModel
 from router.turnstile import Turnstile
@@ -26,8 +28,11 @@ Found = TypeVar("Found", bound=Choice | Bypass)
 
 
 class Choosing:
-    def __init__(self, model: ServedModel, config: RouterConfig, conduct: Conduct, clock: Callable[[], float], max_queue: int) -> None:
+    def __init__(
+        self, model: ServedModel, config: RouterConfig, conduct: Conduct, clock: Callable[[], float], max_queue: int, hints: Hints
+    ) -> None:
         """`max_queue`: how many sequences a worker lets wait."""
+        self._hints = hints
         self._model = model
         self._config = config
         self._conduct = conduct
@@ -68,7 +73,9 @@ class Choosing:
         Raises DEADLINE, and SATURATED after `router.queue_timeout_s`.
         """
         until = self._clock() + self._config.queue_timeout_s
-        with self._room.enter((not begun, request.priority, request.arrival, next(self._ranks))) as place:
+        with self._hinted(request), self._room.enter((not begun, request.priority, request.arrival, next(self._ranks))) as place:
+            if not place.may_look and not begun:
+                await self._hint(request, failed)
             while True:
                 if self._model.decode_workers() and not await place.called(min(request.deadline, until) - self._clock()):
                     raise no_room(request, self._clock(), self._config.queue_timeout_s)
@@ -78,10 +85,33 @@ class Choosing:
                     await self._wait_for_workers(request, failed)
                     place.call()
                 elif isinstance(found, Saturated):
+                    if not begun:
+                        await self._hint(request, failed)
                     place.wait_on(let_pass=bool(failed))
                 else:
                     request.trace.put_aside |= self._conduct.aside
+                    if isinstance(found, Choice):
+                        self._hints.leave(request.arrival, (found.source or found).worker)
                     return found
+
+    @contextmanager
+    def _hinted(self, request: Request) -> Iterator[None]:
+        """A request that leaves is not expected any more."""
+        try:
+            yield
+        except BaseException:
+            self._hints.leave(request.arrival)
+            raise
+
+    async def _hint(self, request: Request, failed: set[Identity]) -> None:
+        """The request has to wait: the worker that it would go to may load what it needs."""
+        if not self._model.index.tiered:
+            return
+        await self.turn(request)
+        keys, now = self.keys(request), self._clock()
+        hint = choose_hint(self._model, keys, len(request.tokens), now, failed, self._terms, request.tie)
+        if hint is not None:
+            self._hints.tell(request.arrival, self._model.members.record(hint.worker), keys[: hint.blocks], request.deadline - now)
 
     def _call(self) -> None:
         self._room.call(everybody=not self._model.decode_workers())

@@ -159,6 +159,13 @@ class GrpcWorkers:
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
+    async def hint(self, worker: WorkerRecord, keys: Sequence[bytes], within_s: float) -> int:
+        """See `Workers.hint`. Raises BatonError."""
+        stub = worker_pb2_grpc.WorkerStub(self._channel(worker))
+        asked = pb.HintRequest(to=to_addressee(worker), keys=b"".join(keys), within_ms=to_ms(within_s))
+        answer = await _answer(stub.Hint(asked, timeout=within_s + ASK_TIMEOUT_S))
+        return int(answer.blocks)
+
     async def snapshot(self, worker: WorkerRecord) -> AsyncGenerator[CachePage, None]:
         """Yields the keys of all blocks in the worker's cache; one page if there is none. The whole may take long, but the next page must
         come soon."""

@@ -30,6 +30,7 @@ from baton.engine.core.beams import Hypothesis
 from baton.engine.core.block_key import root_key
 from router.choosing import RECOVER_POLL_S, Choosing
 from router.conduct import Conduct
+from router.hints import Hints
 from router.life import Life
 from router.live_decode import LiveDecode
 from router.outliers import Stride
@@ -70,7 +71,7 @@ class Dispatcher:
         self._log = RequestLog(log)
         self._life = Life(workers, config.hang_s)
         self._explainer = Explainer(model, config.fetch_tokens, config.load_tokens, caching)
-        self._choosing = Choosing(model, config, self.conduct, clock, max_queue)
+        self._choosing = Choosing(model, config, self.conduct, clock, max_queue, Hints(workers.hint))
 
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
         """Yields every token of the output once and in order. At the end, `request.finish` says why the output ended.

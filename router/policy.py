@@ -8,8 +8,9 @@
                      both, or has a pool that the prompt does not fit: KV longer than a pool is not handed over.
                      Saturated while no decode worker can take the sequence: a prompt computed now would have nowhere to go.
                      Blocks that another worker caches can be fetched from it, the `source`, if it lends them. A fetch costs as much as
-                     `fetch_tokens` tokens, so it is used if it saves more. In the same way, loading what a worker keeps in its own tiers
-                     costs `load_tokens`.
+                     `fetch_tokens` tokens, so it is used if it saves more. In the same way, loading what a worker keeps in its tiers costs
+                     `load_tokens`, and the time of a token as its record tells it of the medium. A source may have to load, too, if it
+                     lends from its tiers (`brings`).
     choose_decode    among the decode workers with enough credit for the sequence, the one with the lowest
                      cost = tokens it has promised to hold + uncached prompt tokens that wait there
                             - `overlap_weight` times the tokens of this sequence that it caches (or can load, less `load_tokens`, where
@@ -17,6 +18,8 @@
                      If none has enough credit, the one with the most: the request queues there. Workers with `max_queue` waiting
                      requests are left out; if that leaves none, Saturated.
                      Ties: more credit (lower cost if the request queues), then the request's `tie`.
+    choose_hint      the worker that may load what it keeps in its tiers while the request still waits: the one that would be chosen if
+                     there were room.
     places           how many requests the workers can be given at a time; the rest wait in the router, where waiting costs nothing.
 
 Both choices depend on which decode worker would be chosen, and both get the answer from `_choose_decode` with the same `Terms` and the
@@ -43,6 +46,7 @@ from typing import TypeVar
 from baton.cluster.records import WorkerRecord
 from router.served import ServedModel
 
+LOADED = "loaded prefix"
 AHEAD = 4  # a worker gets a quarter more sequences than it runs, so that it never waits for the next one
 Identity = tuple[str, int]  # name and incarnation of a worker
 T = TypeVar("T")
@@ -68,6 +72,7 @@ class Cached:
 
     worker: str
     blocks: int
+    load: float = 0.0  # tokens that could be computed while it loads them from a tier; 0: they are in its pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,7 @@ class Held:
     device: Mapping[str, int]
     anywhere: Mapping[str, int]  # in its pool or its tiers; empty: these do not count
     trust: Mapping[str, float]  # the share of that which counts (`router.trust`), if not all
+    keys: Sequence[bytes]
 
     def counted(self, name: str, blocks: int, block_size: int) -> float:
         """Tokens."""
@@ -137,13 +143,34 @@ def choose_prefill(
         missing = prompt_tokens - held.counted(decoder.name, decoder.overlap, model.members.record(decoder.name).block_size)
         if missing <= terms.bypass_tokens:
             return Bypass("cached" if prompt_tokens > terms.bypass_tokens else "short")
-    most = _most_cached(model, held.device, exclude, tie) if terms.fetch_tokens else None
-    waiting = {worker.name: model.members.prefill_tokens(worker.name, now) for worker in workers}
-    choices = [_prefill_choice(worker, held, waiting[worker.name], prompt_tokens, most, terms) for worker in workers]
-    best = _lowest(choices, lambda c: (c.cost, waiting[c.worker], c.source is not None), tie)
+    best = _best_prefill(model, workers, held, prompt_tokens, now, exclude, terms, tie)
     if decoder is not None and best.worker == decoder.name:
         return Bypass("same worker")  # it serves both roles
     return replace(best, most=_holding_most(held))
+
+
+def choose_hint(
+    model: ServedModel,
+    keys: Sequence[bytes],
+    prompt_tokens: int,
+    now: float,
+    exclude: Collection[Identity] = frozenset(),
+    terms: Terms = TERMS,
+    tie: int = 0,
+) -> Cached | None:
+    """None: nobody has anything to load for it."""
+    held = _held(model, keys, now, terms)
+    if not held.anywhere:
+        return None
+    workers = [worker for worker in model.prefill_workers() if _identity(worker) not in exclude]
+    if workers:
+        best = _best_prefill(model, workers, held, prompt_tokens, now, exclude, terms, tie)
+        loads = best.source.load > 0 if best.source else best.reason == LOADED
+        hint = (best.source or Cached(best.worker, best.overlap_blocks)) if loads else None
+    else:
+        reaching = [worker for worker in model.decode_workers() if held.anywhere.get(worker.name, 0) > held.device.get(worker.name, 0)]
+        hint = max((Cached(worker.name, held.anywhere[worker.name]) for worker in reaching), key=lambda c: c.blocks, default=None)
+    return hint if hint is not None and model.members.record(hint.worker).brings else None
 
 
 def choose_decode(
@@ -180,27 +207,63 @@ def _holding_most(held: Held) -> Cached | None:
     return Cached(name, blocks[name])
 
 
-def _most_cached(model: ServedModel, overlaps: Mapping[str, int], exclude: Collection[Identity], tie: int) -> Cached | None:
-    workers = (*model.prefill_workers(), *model.decode_workers())
-    lenders = {worker.name for worker in workers if worker.lends and _identity(worker) not in exclude}
-    cached = [Cached(name, overlaps[name]) for name in sorted(lenders & overlaps.keys())]
-    return _lowest(cached, lambda c: (-c.blocks,), tie) if cached else None
+def _most_cached(model: ServedModel, held: Held, exclude: Collection[Identity], terms: Terms, tie: int) -> Cached | None:
+    """Of what can be lent, that which saves most. A worker is asked for what its pool has, or for what its tiers have, too."""
+    workers = {worker.name: worker for worker in (*model.prefill_workers(), *model.decode_workers())}
+    lenders = [worker for _, worker in sorted(workers.items()) if worker.lends and _identity(worker) not in exclude]
+    size = lenders[0].block_size if lenders else 1
+    cached = [Cached(worker.name, blocks) for worker in lenders if (blocks := held.device.get(worker.name, 0))]
+    for worker in lenders:
+        if worker.brings and (reach := held.anywhere.get(worker.name, 0)) > held.device.get(worker.name, 0):
+            cached.append(Cached(worker.name, reach, _load_cost(model, worker, held, terms)))
+    return _lowest(cached, lambda c: (c.load - c.blocks * size,), tie) if cached else None
 
 
 def _held(model: ServedModel, keys: Sequence[bytes], now: float, terms: Terms) -> Held:
-    return Held(model.index.overlap(keys, now), model.index.reach(keys) if terms.load_tokens else {}, model.trust.shares(now))
+    return Held(model.index.overlap(keys, now), model.index.reach(keys) if terms.load_tokens else {}, model.trust.shares(now), keys)
 
 
-def _prefill_choice(worker: WorkerRecord, held: Held, waiting: float, prompt_tokens: int, most: Cached | None, terms: Terms) -> Choice:
+def _load_cost(model: ServedModel, worker: WorkerRecord, held: Held, terms: Terms) -> float:
+    """Tokens that could be computed while it loads what only its tiers hold. The last block tells the medium."""
+    reach = held.anywhere.get(worker.name, 0)
+    more = reach - held.device.get(worker.name, 0)
+    if more <= 0 or not any(tier.cost for tier in worker.tiers):
+        return terms.load_tokens
+    media = model.index.media(worker.name, held.keys[reach - 1])
+    share = min((tier.cost for tier in worker.tiers if tier.medium in media), default=0.0)
+    return terms.load_tokens + share * more * worker.block_size
+
+
+def _best_prefill(
+    model: ServedModel,
+    workers: Sequence[WorkerRecord],
+    held: Held,
+    prompt_tokens: int,
+    now: float,
+    exclude: Collection[Identity],
+    terms: Terms,
+    tie: int,
+) -> Choice:
+    most = _most_cached(model, held, exclude, terms, tie) if terms.fetch_tokens else None
+    waiting = {worker.name: model.members.prefill_tokens(worker.name, now) for worker in workers}
+    choices = [_prefill_choice(model, worker, held, waiting[worker.name], prompt_tokens, most, terms) for worker in workers]
+    return _lowest(choices, lambda c: (c.cost, waiting[c.worker], c.source is not None), tie)
+
+
+def _prefill_choice(
+    model: ServedModel, worker: WorkerRecord, held: Held, waiting: float, prompt_tokens: int, most: Cached | None, terms: Terms
+) -> Choice:
     """The cheapest of computing, loading and fetching."""
     overlap, size = held.device.get(worker.name, 0), worker.block_size
-    blocks, more, reason, source = overlap, 0, "cached prefix" if overlap else "least work", None
+    blocks, more, reason, source = overlap, 0.0, "cached prefix" if overlap else "least work", None
     counted = held.counted(worker.name, overlap, size)
     reach = held.anywhere.get(worker.name, 0)
-    if (reached := held.counted(worker.name, reach, size)) - terms.load_tokens > counted:
-        blocks, more, reason, counted = reach, terms.load_tokens, "loaded prefix", reached
-    if most is not None and (fetched := held.counted(most.worker, most.blocks, size)) - terms.fetch_tokens > counted - more:
-        blocks, more, reason, source, counted = most.blocks, terms.fetch_tokens, "fetched prefix", most, fetched
+    load = _load_cost(model, worker, held, terms) if reach else terms.load_tokens
+    if (reached := held.counted(worker.name, reach, size)) - load > counted:
+        blocks, more, reason, counted = reach, load, LOADED, reached
+    fetch = 0.0 if most is None else terms.fetch_tokens + most.load
+    if most is not None and (fetched := held.counted(most.worker, most.blocks, size)) - fetch > counted - more:
+        blocks, more, reason, source, counted = most.blocks, fetch, "fetched prefix", most, fetched
     return Choice(worker.name, blocks, waiting + more + max(0, prompt_tokens - counted), reason, source)
 
 
@@ -219,7 +282,7 @@ def _choose_decode(
     if not workers:
         return None
     if model.prefill_workers():
-        held = Held(held.device, {}, held.trust)  # who decodes gets the KV of the prompt: it loads nothing
+        held = replace(held, anywhere={})  # who decodes gets the KV of the prompt: what it loads itself is its own choice
     open_ = [_candidate(model, worker, held, terms) for worker in workers if worker.load.waiting < terms.max_queue]
     if not open_:
         return Saturated()
@@ -251,7 +314,7 @@ def _takes(model: ServedModel, candidate: _Candidate, longest: int) -> bool:
 def _candidate(model: ServedModel, worker: WorkerRecord, held: Held, terms: Terms) -> _Candidate:
     overlap, size = held.device.get(worker.name, 0), worker.block_size
     reached = held.counted(worker.name, held.anywhere.get(worker.name, 0), size)
-    known = max(held.counted(worker.name, overlap, size), reached - terms.load_tokens)
+    known = max(held.counted(worker.name, overlap, size), reached - _load_cost(model, worker, held, terms) if reached else 0.0)
     credit = worker.load.credit_tokens - model.members.unreported_decode_tokens(worker.name)
     promised = worker.kv_blocks * size - credit
     return _Candidate(worker.name, overlap, promised + worker.load.waiting_tokens - terms.overlap_weight * known, credit)

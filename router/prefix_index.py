@@ -189,6 +189,16 @@ class PrefixIndex:
         `overlap`, which drops predictions that have expired."""
         return self._walk(keys, self._live, self._cold) if self._cold else {}
 
+    @property
+    def tiered(self) -> bool:
+        """Whether anybody holds keys in another medium than a device."""
+        return self._cold != 0
+
+    def media(self, worker: str, key: bytes) -> list[str]:
+        """In which media it holds a key."""
+        held, mask = self._workers.get(worker), self._tables[key[0]].get(key, 0)
+        return [medium for medium, kept in held.media.items() if mask >> kept.slot & 1] if held is not None else []
+
     def sweep(self, most: int) -> None:
         """Removes the bits that belong to nobody from about `most` entries. It sweeps whole tables; later calls pay for the excess."""
         self._credit += most

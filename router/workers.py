@@ -138,6 +138,11 @@ class Workers(Protocol):
         """Ends a lease that no decode worker took over, without waiting."""
         ...
 
+    async def hint(self, worker: WorkerRecord, keys: Sequence[bytes], within_s: float) -> int:
+        """A prompt that begins with these blocks may come. Lasts as long as the worker loads; cancelled, the load ends. Returns how many
+        blocks have come. Called only for one whose record says `brings`."""
+        ...
+
     async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
         """Whether it answers, and how it is."""
         ...

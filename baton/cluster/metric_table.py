@@ -313,6 +313,11 @@ TABLE: tuple[Metric, ...] = (
         "baton_tier_spent_seconds_total", "counter", "seconds", WORKERS,
         "What a tier cost: processor time of writing, and the time of reading.", {"medium": TIERS},
     ),
+    Metric(
+        "baton_tier_hints_total", "counter", "hints", WORKERS,
+        "Hints of a router: a request came for what was loaded, none came within a minute, or nothing was to be loaded.",
+        {"result": ("used", "unused", "nothing")},
+    ),
     # Leases, where the KV is
     Metric("baton_leases_held", "gauge", "leases", WORKERS, "Leases that are alive now."),
     Metric(

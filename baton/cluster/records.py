@@ -62,6 +62,7 @@ class TierRecord:
     hits: Count = 0  # part of them: it brought
     saved_s: float = 0.0  # of computing, in the last ten minutes
     spent_s: float = 0.0  # what it cost in these; if that is more, it does not pay
+    cost: float = 0.0  # of loading a token, as a share of computing it, lately; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class WorkerRecord:
     forks: bool = False  # whether a decode call may begin others; an older worker would not answer them
     tiers: tuple[TierRecord, ...] = ()  # the nearest first
     matrices: str = ""  # what became of a quantised checkpoint's; empty: its model is not quantised
+    brings: bool = False  # whether it takes hints, and lends what is in its tiers; an older worker would not answer
     lends: bool = True  # whether peers can borrow blocks that it caches; true also if unknown, for the worker itself can refuse
 
     def serves(self, role: RoleName) -> bool:

@@ -221,6 +221,9 @@ class ModelledWorkers:
     def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
         self._end(handle)
 
+    async def hint(self, worker: WorkerRecord, keys: Seq[bytes], within_s: float) -> int:
+        return await self._workers[worker.name].engine.bring(keys, within_s, hint=True)
+
     async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
         await asyncio.sleep(2 * self._times.travel_s)
         here = self._workers[worker.name]

@@ -93,6 +93,7 @@ class Told(NamedTuple):
     tally: Tally
     saved_s: float  # lately
     spent_s: float
+    cost: float  # of loading, as a share of computing; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +160,13 @@ class Tier:
     def rate(self, now: float) -> Rate | None:
         return self._rate.at(now)
 
-    def told(self, now: float) -> Told:
+    def told(self, now: float, compute_s: float = 0.0) -> Told:
+        """`compute_s`: of a unit; 0: not known."""
         with self._lock:
             saved_s, spent_s = self.worth.lately(now)
-            return Told(
-                self.medium, self.state.value, self.why, self.units, self.store.capacity, replace(self.worth.tally), saved_s, spent_s
-            )
+            rate, units, tally = self._rate.at(now), (self.units, self.store.capacity), replace(self.worth.tally)
+            cost = self.store.unit_bytes / rate.bytes_per_s / compute_s if rate and compute_s else 0.0
+            return Told(self.medium, self.state.value, self.why, *units, tally, saved_s, spent_s, cost)
 
     def save(self, save: Save) -> None:
         """Never waits. `done` is called in any case, also now."""
@@ -190,6 +192,11 @@ class Tier:
                 self._to_read.notify()
         if not taken:
             piece.done()
+
+    def credit(self, seconds: float) -> None:
+        """Of computing, which units saved that came before somebody asked for them."""
+        with self._lock:
+            self.worth.saved(seconds, self._clock())
 
     def watch(self, now: float) -> None:
         """Now and then: a store that does not answer is off. Never waits."""

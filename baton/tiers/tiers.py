@@ -7,6 +7,7 @@ hold them read at once; it has landed when all of them have ended, or is cancell
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -29,6 +30,8 @@ class Tiers:
         self.tiers: list[Tier] = []
         self._make = make
         self._loads: dict[int, _Load] = {}
+        self._compute_s = 0.0  # of a unit; 0: not known
+        self.hints: Counter[str] = Counter(used=0, unused=0, nothing=0)  # what has become of them
 
     def open(self, pool: Pool, report: Report) -> None:
         self._pool, self._report = pool, report
@@ -75,7 +78,7 @@ class Tiers:
         return units_to_load([rates[medium] for medium in media], self._pool.unit_bytes, compute_s)
 
     def load(self, number: int, wanted: Sequence[tuple[int, bytes, str]], compute_s: float) -> None:
-        began = time.monotonic()
+        began, self._compute_s = time.monotonic(), compute_s or self._compute_s
         self._loads[number] = load = _Load([block for block, _, _ in wanted], partial(self._report.landed, number), self._report.given_back)
         for medium, tier in self._by_medium.items():
             places = [i for i, (_, _, where) in enumerate(wanted) if where == medium]
@@ -93,11 +96,17 @@ class Tiers:
 
     def told(self) -> list[Told]:
         """For people and metrics; in any thread."""
-        return [tier.told(time.monotonic()) for tier in self.tiers]
+        return [tier.told(time.monotonic(), self._compute_s) for tier in self.tiers]
 
     def drop(self, keys: Sequence[bytes]) -> None:
         for tier in self.tiers:
             tier.drop(keys)
+
+    def credit(self, medium: str, seconds: float) -> None:
+        self._by_medium[medium].credit(seconds)
+
+    def hinted(self, result: str) -> None:
+        self.hints[result] += 1
 
     def _moved(self, medium: str, stored: bool, keys: list[bytes]) -> None:
         self._report.moved(stored, medium, keys)

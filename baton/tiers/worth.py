@@ -48,6 +48,9 @@ class Worth:
         self.tally.read_bytes += came * size
         self._count(saved_s, seconds, now)
 
+    def saved(self, seconds: float, now: float) -> None:
+        self._count(seconds, 0.0, now)
+
     def pays(self, now: float) -> bool:
         """False once it has cost too much for the whole of the window."""
         saved, spent = self.lately(now)

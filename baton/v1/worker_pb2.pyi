@@ -556,6 +556,22 @@ class ProbeRequest(_message.Message):
     asker: str
     def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ..., asker: _Optional[str] = ...) -> None: ...
 
+class HintRequest(_message.Message):
+    __slots__ = ("to", "keys", "within_ms")
+    TO_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
+    to: Addressee
+    keys: bytes
+    within_ms: int
+    def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ..., keys: _Optional[bytes] = ..., within_ms: _Optional[int] = ...) -> None: ...
+
+class HintResponse(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
 class ProbeResponse(_message.Message):
     __slots__ = ("state", "load", "stalled_ms", "roles", "others_tokens")
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -645,7 +661,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., residue: _Optional[_Union[Residue, _Mapping]] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("name", "role", "address", "incarnation", "state", "pid", "host", "model_name", "model_fingerprint", "tokenizer_fingerprint", "block_size", "max_model_len", "kv_blocks", "transport", "load", "metrics", "max_num_seqs", "roles", "eos_token_ids", "lends", "gpus", "speculation", "speculation_tokens", "forks", "tiers", "matrices")
+    __slots__ = ("name", "role", "address", "incarnation", "state", "pid", "host", "model_name", "model_fingerprint", "tokenizer_fingerprint", "block_size", "max_model_len", "kv_blocks", "transport", "load", "metrics", "max_num_seqs", "roles", "eos_token_ids", "lends", "gpus", "speculation", "speculation_tokens", "forks", "tiers", "brings", "matrices")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -671,6 +687,7 @@ class WorkerRecord(_message.Message):
     SPECULATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FORKS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    BRINGS_FIELD_NUMBER: _ClassVar[int]
     MATRICES_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
@@ -697,11 +714,12 @@ class WorkerRecord(_message.Message):
     speculation_tokens: int
     forks: bool
     tiers: _containers.RepeatedCompositeFieldContainer[Tier]
+    brings: bool
     matrices: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., metrics: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., lends: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., speculation: _Optional[_Iterable[str]] = ..., speculation_tokens: _Optional[int] = ..., forks: _Optional[bool] = ..., tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., matrices: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., metrics: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., lends: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., speculation: _Optional[_Iterable[str]] = ..., speculation_tokens: _Optional[int] = ..., forks: _Optional[bool] = ..., tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., brings: _Optional[bool] = ..., matrices: _Optional[str] = ...) -> None: ...
 
 class Tier(_message.Message):
-    __slots__ = ("medium", "state", "why", "blocks", "capacity", "reads", "hits", "saved_s", "spent_s")
+    __slots__ = ("medium", "state", "why", "blocks", "capacity", "reads", "hits", "saved_s", "spent_s", "cost")
     MEDIUM_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
@@ -711,6 +729,7 @@ class Tier(_message.Message):
     HITS_FIELD_NUMBER: _ClassVar[int]
     SAVED_S_FIELD_NUMBER: _ClassVar[int]
     SPENT_S_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
     medium: str
     state: str
     why: str
@@ -720,7 +739,8 @@ class Tier(_message.Message):
     hits: int
     saved_s: float
     spent_s: float
-    def __init__(self, medium: _Optional[str] = ..., state: _Optional[str] = ..., why: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity: _Optional[int] = ..., reads: _Optional[int] = ..., hits: _Optional[int] = ..., saved_s: _Optional[float] = ..., spent_s: _Optional[float] = ...) -> None: ...
+    cost: float
+    def __init__(self, medium: _Optional[str] = ..., state: _Optional[str] = ..., why: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity: _Optional[int] = ..., reads: _Optional[int] = ..., hits: _Optional[int] = ..., saved_s: _Optional[float] = ..., spent_s: _Optional[float] = ..., cost: _Optional[float] = ...) -> None: ...
 
 class Gpu(_message.Message):
     __slots__ = ("gpu", "name", "memory_used", "memory_total", "busy", "watts", "ecc_corrected", "ecc_uncorrected")

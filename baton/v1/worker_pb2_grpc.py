@@ -472,6 +472,11 @@ class WorkerStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.SetRolesRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.SetRolesResponse.FromString,
                 _registered_method=True)
+        self.Hint = channel.unary_unary(
+                '/baton.v1.Worker/Hint',
+                request_serializer=baton_dot_v1_dot_worker__pb2.HintRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.HintResponse.FromString,
+                _registered_method=True)
         self.Logs = channel.unary_stream(
                 '/baton.v1.Worker/Logs',
                 request_serializer=baton_dot_v1_dot_worker__pb2.LogsRequest.SerializeToString,
@@ -512,6 +517,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hint(self, request, context):
+        """A request is expected whose prompt begins with these blocks: the worker loads what its tiers hold of them. The call lasts as long as the
+        load, and who cancels it ends the load. Best effort: nothing depends on it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Logs(self, request, context):
         """The end of the file that the worker's output goes to, and whatever is written later.
         """
@@ -541,6 +554,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.SetRoles,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.SetRolesRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.SetRolesResponse.SerializeToString,
+            ),
+            'Hint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hint,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.HintRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.HintResponse.SerializeToString,
             ),
             'Logs': grpc.unary_stream_rpc_method_handler(
                     servicer.Logs,
@@ -658,6 +676,33 @@ class Worker:
             '/baton.v1.Worker/SetRoles',
             baton_dot_v1_dot_worker__pb2.SetRolesRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.SetRolesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/Hint',
+            baton_dot_v1_dot_worker__pb2.HintRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.HintResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,7 +38,7 @@ def records(tiers: Tiers | None) -> tuple[TierRecord, ...]:
 
 def _record(told: Told) -> TierRecord:
     reads, hits, gain = told.tally.reads, told.tally.hits, (round(told.saved_s, 3), round(told.spent_s, 3))
-    return TierRecord(told.medium, told.state, told.why, told.units, told.capacity, reads, hits, *gain)
+    return TierRecord(told.medium, told.state, told.why, told.units, told.capacity, reads, hits, *gain, round(told.cost, 4))
 
 
 def _stores(config: TiersConfig, name: str, pool: Pool) -> list[tuple[Store, Bounds]]:

@@ -5,12 +5,16 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass
 
 from baton.cluster import log_file
+from baton.cluster.errors import invalid
 from baton.cluster.records import Load, RoleName, WorkerRecord, WorkerState
 from baton.cluster.rpc import Answering, Context
+from baton.engine.core.block_key import KEY_BYTES
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker.identity import Identity
 from baton.worker.role import Mounts
 
+MOST_HINTED = 4096  # keys of a hint
+HINT_S = 30.0  # the longest that one lasts
 PAGE_KEYS = 4096  # in one message of a snapshot: 64 KiB, a few milliseconds of the router's event loop
 
 
@@ -44,13 +48,16 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
         snapshot: Callable[[], Awaitable[tuple[int, dict[str, list[bytes]]]]],
         residue: Callable[[], Residue],
         set_roles: Callable[[Sequence[str]], Awaitable[Mounts]],
+        bring: Callable[[Sequence[bytes], float], Awaitable[int]],
     ) -> None:
+        """`bring`: see `baton.engine.core.contract.ServingEngine`, for a hint."""
         self._identity = identity
         self._probe = probe
         self._describe = describe
         self._snapshot = snapshot
         self._residue = residue
         self._set_roles = set_roles
+        self._bring = bring
 
     async def Probe(self, request: worker_pb2.ProbeRequest, context: Context) -> worker_pb2.ProbeResponse:
         async with Answering(context):
@@ -60,6 +67,16 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
             return worker_pb2.ProbeResponse(
                 state=now.state, load=load, roles=now.roles, stalled_ms=stalled_ms, others_tokens=now.others_tokens
             )
+        raise AssertionError("answered with an error")
+
+    async def Hint(self, request: worker_pb2.HintRequest, context: Context) -> worker_pb2.HintResponse:
+        async with Answering(context):
+            self._identity.check(request.to)
+            keys = request.keys
+            if len(keys) % KEY_BYTES or len(keys) > MOST_HINTED * KEY_BYTES:
+                raise invalid("keys", f"must be at most {MOST_HINTED} keys of {KEY_BYTES} bytes, not {len(keys)} bytes")
+            split = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+            return worker_pb2.HintResponse(blocks=await self._bring(split, min(request.within_ms / 1000, HINT_S)))
         raise AssertionError("answered with an error")
 
     async def Snapshot(self, request: worker_pb2.SnapshotRequest, context: Context) -> AsyncIterator[worker_pb2.SnapshotResponse]:

@@ -136,7 +136,7 @@ class Host:
         self._closers.push_async_callback(engine.close)
         if tiers is not None:
             self._closers.push_async_callback(asyncio.to_thread, tiers.close)
-            self._meter.tell_tiers(tiers.told)
+            self._meter.tell_tiers(tiers.told, lambda: tiers.hints)
         self._facts = await engine.look()
         self._meter.tell(lambda: self._facts, engine.traits.num_blocks, engine.pool.layout.block_size)
         config, pool = self.config, engine.pool
@@ -177,7 +177,7 @@ class Host:
 
     async def serve(self) -> None:
         """Called when the roles have added their services to `server.grpc`."""
-        door = WorkerDoor(self.identity, self.probe, self.describe, self.engine.snapshot, self.residue, self.set_roles)
+        door = WorkerDoor(self.identity, self.probe, self.describe, self.engine.snapshot, self.residue, self.set_roles, self._bring)
         worker_pb2_grpc.add_WorkerServicer_to_server(door, self.server.grpc)
         await self.server.start()
         self._closers.push_async_callback(self.server.stop, 0.5)
@@ -238,6 +238,10 @@ class Host:
             return 0.0
         return self._stall.look(loop_time(), Activity(*self.engine.activity()))
 
+    async def _bring(self, keys: Sequence[bytes], wait_s: float) -> int:
+        """For a hint. One that drains gets no new requests."""
+        return 0 if self.stage is not Stage.READY else await self.engine.bring(keys, wait_s, hint=True)
+
     async def probe(self, asker: str) -> Probed:
         now = await self.look()
         return Probed(self._state, self._load(now), self.mounts.serving, self.stalled_s(), self.prompts.besides(asker))
@@ -267,6 +271,7 @@ class Host:
             eos_token_ids=tuple(sorted(traits.eos_token_ids)),
             gpus=self._gpus.records(),
             lends=traits.lends,
+            brings=traits.brings,
             tiers=records(self._tiers),
             speculation=traits.offer.methods,
             speculation_tokens=traits.offer.max_tokens,

@@ -7,17 +7,21 @@ in    `fill` brings the KV behind a handle into the blocks reserved for a sequen
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from baton.clock import loop_time
 from baton.cluster.config_engine import KvConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.engine.core.block_key import KEY_BYTES
+from baton.cluster.handoff import Handoff
+from baton.engine.core.block_key import KEY_BYTES, extend_keys
 from baton.engine.core.contract import ServingEngine
 from baton.engine.core.sequence import Sequence as EngineSequence
+from baton.tiers.choice import Measured
 from kvtransfer.exporter import Exporter
 from kvtransfer.handle import KvHandle, Wish
 from kvtransfer.importer import Checks, Fetch, Importer, Peer
 from kvtransfer.transport import Transport
 
 MAX_LENT = 256  # open loans; each one pins blocks that the pool could otherwise evict
+BRING_WAIT_S = 1.0  # for tiers: a borrower waits twice as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class KvPort:
         self.transport = transport
         self._engine = engine
         self._lent = 0
+        self._read = Measured()  # of KV that other workers held
         self.exporter = Exporter(
             worker=place.worker, incarnation=place.incarnation, address=place.address, pool=pool, key=key, ttl_s=config.lease_ttl_s
         )
@@ -59,7 +64,8 @@ class KvPort:
         )
 
     async def lend(self, wish: Wish) -> KvHandle:
-        """Pins the longest cached run of the requested blocks and leases it. Raises BatonError(LEASE_REFUSED, SATURATED)."""
+        """Pins the longest run of the requested blocks that is cached, or comes from a tier in time, and leases it. Raises
+        BatonError(LEASE_REFUSED, SATURATED)."""
         if not wish.is_sealed_with(self.importer.key) or (wish.worker, wish.incarnation) != (self.place.worker, self.place.incarnation):
             raise BatonError(Reason.LEASE_REFUSED, f"the wish is for {wish.worker}:{wish.incarnation}, or was altered")
         size = self.pool.layout.block_size
@@ -70,7 +76,7 @@ class KvPort:
         keys = [wish.keys[at : at + KEY_BYTES] for at in range(0, len(wish.keys), KEY_BYTES)]
         self._lent += 1  # before the wait, so that concurrent requests count, too
         try:
-            blocks = await self._pin(keys)
+            blocks = await self._find(keys)
             if not blocks:
                 raise BatonError(Reason.LEASE_REFUSED, "none of these blocks is cached")
         except BaseException:
@@ -79,6 +85,22 @@ class KvPort:
         export = self.exporter.open(wish.request_id, wish.start, wish.start + len(blocks) * size, lambda: self._unpin(blocks))
         export.finish(blocks)
         return export.handle
+
+    async def bring(self, seq: EngineSequence, handle: KvHandle) -> None:
+        """Loads what this worker's own tiers hold of a handoff, as far as that is sooner than reading it from its holder, at the rate of
+        the handoffs of the last minute."""
+        rate, layout = self._read.at(loop_time()), self.pool.layout
+        if rate is None or not self._engine.traits.brings:
+            return
+        keys = list(seq.keys)
+        extend_keys(keys, seq.root, seq.tokens[: handle.end], layout.block_size)
+        if keys:
+            await self._engine.bring(keys, BRING_WAIT_S, rate.seconds(layout.block_bytes))
+
+    def noted(self, handoff: Handoff) -> None:
+        """KV has been read from its holder."""
+        if handoff.blocks:
+            self._read.note(handoff.bytes, 0.0, (handoff.read_ms + handoff.verify_ms) / 1000, loop_time())
 
     async def fill(self, seq: EngineSequence, fetch: Fetch) -> int:
         """Reads the handle's range into the reserved blocks of `seq`. Returns how many blocks of the range were here already.
@@ -107,6 +129,19 @@ class KvPort:
 
     async def close(self) -> None:
         await self.importer.close()
+
+    async def _find(self, keys: Sequence[bytes]) -> list[int]:
+        """Pins the longest run of these that is cached, or comes from a tier in time."""
+        blocks = await self._pin(keys)
+        try:
+            if len(blocks) == len(keys) or not self._engine.traits.brings or not await self._engine.bring(keys, BRING_WAIT_S):
+                return blocks
+            longer = await self._pin(keys)
+        except BaseException:
+            self._engine.release_soon(blocks)
+            raise
+        self._engine.release_soon(blocks)
+        return longer
 
     async def _pin(self, keys: Sequence[bytes]) -> list[int]:
         """A cancelled caller leaves nothing pinned: the engine runs the release after the pinning command."""

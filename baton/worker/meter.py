@@ -1,6 +1,6 @@
 """Metrics that every worker has, whatever its role: the steps of its engine, its KV pool, its registry."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from baton.cluster.gpu_watch import AGE, FACTS, GpuWatch
@@ -51,8 +51,9 @@ class Meter:
         read("baton_kv_usage_ratio", lambda: facts().owned_blocks / num_blocks)
         read("baton_kv_cache_info", lambda: {(str(block_size), str(num_blocks)): 1})
 
-    def tell_tiers(self, tiers: Callable[[], list[Told]]) -> None:
-        """`tiers` returns what each tier says of itself now."""
+    def tell_tiers(self, tiers: Callable[[], list[Told]], hints: Callable[[], Mapping[str, int]]) -> None:
+        """`tiers` returns what each tier says of itself now, `hints` what has become of them."""
+        self._book.read("baton_tier_hints_total", hints)
 
         def read(name: str, number: Callable[[Told], int | float]) -> None:
             self._book.read(name, lambda: {tier.medium: number(tier) for tier in tiers()})

@@ -21,8 +21,8 @@ from router import choosing, policy
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 UNITS = {
-    "1", "attempts", "blocks", "bytes", "choices", "entries", "errors", "handoffs", "leases", "ratio", "requests", "seconds", "sequences",
-    "spans", "times", "tokens", "watts",
+    "1", "attempts", "blocks", "bytes", "choices", "entries", "errors", "handoffs", "hints", "leases", "ratio", "requests", "seconds",
+    "sequences", "spans", "times", "tokens", "watts",
 }  # fmt: skip
 OF_A_CLIENT = {"request", "request_id", "prompt", "user", "tenant", "session", "salt", "path", "query", "address", "ip"}
 

@@ -70,6 +70,9 @@ class House:
         mounts.wish(wanted)
         return mounts
 
+    async def bring(self, keys: Sequence[bytes], wait_s: float) -> int:
+        return len(keys)
+
     async def snapshot(self) -> tuple[int, dict[str, list[bytes]]]:
         colder = [b"colder".ljust(16)] if self.cached else []
         return 3, {"device": [number.to_bytes(16, "big") for number in range(self.cached)], "host": colder}
@@ -96,7 +99,9 @@ async def administered(house: House, registry: MemoryRegistry, name: str, config
     """The router `name` over `house` and one worker that answers, as a member of the registry."""
     admission = Admission(4, 4)
     worker_server, admin_server = Server(Config(), 1 << 20), Server(Config(), 1 << 20)
-    door = WorkerDoor(Identity("d0", 1, "model"), house.probe, house.describe, house.snapshot, lambda: Residue(1, 2, 3, 4), house.set_roles)
+    door = WorkerDoor(
+        Identity("d0", 1, "model"), house.probe, house.describe, house.snapshot, lambda: Residue(1, 2, 3, 4), house.set_roles, house.bring
+    )
     worker_pb2_grpc.add_WorkerServicer_to_server(door, worker_server.grpc)
     address = worker_server.bind(0)
     house.says = record("d0", address=address, load=BUSY)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cluster.records import BlockEvent, Load, RoleName, WorkerRecord
+from baton.cluster.records import BlockEvent, Load, RoleName, TierRecord, WorkerRecord
 from baton.engine.core.block_key import DISK
-from router.policy import TERMS, Bypass, Cached, Choice, NoWorker, Saturated, choose_decode, choose_prefill, places
+from router.policy import TERMS, Bypass, Cached, Choice, NoWorker, Saturated, choose_decode, choose_hint, choose_prefill, places
 from router.served import ServedModel
 from router.view import ClusterView
 
@@ -199,11 +199,55 @@ def test_what_a_worker_has_in_its_tiers_counts_if_that_saves_more_than_loading_c
     assert prefill(view, load_tokens=64) == Choice("p0", 0, 160, "least work"), "100 + 64 + 16 is more"
 
 
-def test_of_loading_and_fetching_the_cheaper_is_chosen_and_nothing_is_fetched_out_of_a_tier() -> None:
+def test_of_loading_and_fetching_the_cheaper_is_chosen_and_an_older_worker_lends_nothing_out_of_a_tier() -> None:
     view = cluster(*IDLE, cached={"d1": 9, "p1": 2}, tiers={"p1": 8})
     assert prefill(view, fetch_tokens=50, load_tokens=20) == Choice("p1", 8, 52, "loaded prefix")
     assert prefill(view, fetch_tokens=20, load_tokens=50) == Choice("p0", 9, 36, "fetched prefix", Cached("d1", 9))
     assert prefill(cluster(*IDLE, tiers={"d1": 9}), fetch_tokens=20) == Choice("p0", 0, 160, "least work")
+
+
+BRINGS = [replace(each, brings=True) for each in IDLE]
+
+
+def test_who_brings_up_what_its_tiers_hold_lends_it_and_is_slower_than_a_pool() -> None:
+    assert prefill(cluster(*BRINGS, tiers={"d1": 9}), fetch_tokens=20, load_tokens=30) == Choice(
+        "p0", 9, 20 + 30 + 16, "fetched prefix", Cached("d1", 9, 30.0)
+    )
+    view = cluster(*BRINGS, cached={"d0": 8}, tiers={"d1": 9})
+    assert prefill(view, fetch_tokens=20, load_tokens=30) == Choice("p0", 8, 20 + 32, "fetched prefix", Cached("d0", 8))
+    assert prefill(view, fetch_tokens=20, load_tokens=10) == Choice("p0", 9, 20 + 10 + 16, "fetched prefix", Cached("d1", 9, 10.0))
+    gone = prefill(view, fetch_tokens=20, load_tokens=10, exclude={("d1", 1)})
+    assert gone == Choice("p0", 8, 20 + 32, "fetched prefix", Cached("d0", 8))
+
+
+def test_what_a_load_costs_follows_the_medium_that_holds_the_blocks() -> None:
+    def at(cost: float) -> ServedModel:
+        tiers = (TierRecord("host", "on", cost=0.01), TierRecord(DISK, "on", cost=cost))
+        return cluster(*(replace(each, tiers=tiers, brings=True) for each in IDLE), tiers={"p1": 9})
+
+    assert prefill(at(0.5), load_tokens=10) == Choice("p1", 9, 10 + 72 + 16, "loaded prefix")
+    assert prefill(at(0.9), load_tokens=10) == Choice("p1", 9, 10 + 0.9 * 144 + 16, "loaded prefix")
+    assert prefill(at(1.0), load_tokens=10) == Choice("p0", 0, 160, "least work")
+
+
+def hint(view: ServedModel, exclude: Any = (), **terms: Any) -> Cached | None:
+    return choose_hint(view, KEYS, PROMPT, 0.0, exclude, replace(TERMS, **terms))
+
+
+def test_a_hint_goes_to_the_worker_that_would_load_for_the_request_or_lend_to_it() -> None:
+    assert hint(cluster(*BRINGS, tiers={"p1": 9})) == Cached("p1", 9)
+    assert hint(cluster(*BRINGS, tiers={"d1": 9}), fetch_tokens=20, load_tokens=20) == Cached("d1", 9, 20.0)
+    assert hint(cluster(*BRINGS[2:], tiers={"d1": 9})) == Cached("d1", 9), "nobody else computes prompts"
+    full = [replace(each, load=replace(each.load, credit_tokens=0, waiting=1)) for each in BRINGS]
+    assert hint(cluster(*full, tiers={"p1": 9})) == Cached("p1", 9), "so it waits, and that is why it is told"
+
+
+def test_no_hint_goes_where_it_is_of_no_use() -> None:
+    assert hint(cluster(*IDLE, tiers={"p1": 9})) is None, "an older worker would not answer"
+    assert hint(cluster(*BRINGS, cached={"p1": 9})) is None, "it is in the pool"
+    assert hint(cluster(*BRINGS, cached={"p0": 9}, tiers={"p1": 9})) is None, "another one has it sooner"
+    assert hint(cluster(*BRINGS, tiers={"p1": 9}), load_tokens=0) is None
+    assert hint(cluster(*BRINGS, tiers={"p1": 9}), exclude={("p1", 1)}, fetch_tokens=0) is None
 
 
 def test_tiers_of_who_decodes_count_only_where_it_computes_the_prompt() -> None:

@@ -61,6 +61,9 @@ class FakeWorkers:
         self.leases: dict[bytes, tuple[str, str, int]] = {}  # handle → worker, request, tokens
         self.endings: Counter[bytes] = Counter()  # how many times each lease was ended
         self.released: list[bytes] = []
+        self.hints: list[tuple[str, list[bytes]]] = []  # worker, keys
+        self.unhinted: list[str] = []  # workers whose hint was cancelled
+        self.hint_ends = asyncio.Event()
         self.alive: dict[str, float] = {}  # processes that live on though a call to them was lost → for how long their engine has stalled
         self.sources: list[tuple[str, int] | None] = []  # one for each prefill
         self.opens = False  # prompts are long: their KV can be read before they are fully computed
@@ -183,6 +186,15 @@ class FakeWorkers:
                 break
         assert finish is not None
         yield Ended(finish, recomputed_tokens=0, cached_tokens=min(32, len(request.tokens)))
+
+    async def hint(self, worker: WorkerRecord, keys: Sequence[bytes], within_s: float) -> int:
+        self.hints.append((worker.name, list(keys)))
+        try:
+            await self.hint_ends.wait()
+        except asyncio.CancelledError:
+            self.unhinted.append(worker.name)
+            raise
+        return len(keys)
 
     async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
         if (stalled_s := self.alive.get(worker.name)) is None:

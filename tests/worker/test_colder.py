@@ -105,7 +105,7 @@ async def test_metrics_tell_what_each_tier_did() -> None:
     book = Book("prefill", "prefill-0", "toy")
     async with tiered(tiers=made(memory_mib=1)) as t:
         membership, tracer = SimpleNamespace(reachable=True, reconnects=0), SimpleNamespace(exported=0, dropped=0)
-        Meter(book, membership, tracer).tell_tiers(t.tiers.told)  # type: ignore[arg-type]
+        Meter(book, membership, tracer).tell_tiers(t.tiers.told, lambda: t.tiers.hints)  # type: ignore[arg-type]
         for number in (1, 2, 3, 1):
             await say(t, f"{number}-{len(t.outputs)}", number)
         told = {family.name: family.series[0].value for family in book.families() if family.name.startswith("baton_tier") and family.series}

@@ -5,17 +5,20 @@ down   The oldest cached blocks are saved before their room is needed, so that a
 up     A sequence near the head of the queue whose keys go on in a tier beyond the prefix cache leaves the queue and keeps its place
        (`Scheduler.loading`). The load owns blocks for what comes. What has come is sealed and cached, and the sequence queues again: it is
        admitted like any other, with a longer prefix. At `Load.deadline` the load ends with what has come, and the rest is computed.
+ahead  `bring` loads blocks for which no sequence is here yet: a router's hint, a peer that borrows, KV of a handoff. They are cached. A
+       sequence that comes meanwhile waits for that load like for one of its own.
 
 A step never has fewer blocks than it needs because of this: what is saved at a time is little, and never the last free block.
 """
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from baton.engine.core.ahead import Ahead, Result
 from baton.engine.core.block_key import DEVICE
 from baton.engine.core.blocks import BlockPool, CacheChange, Content, Keyed
 from baton.engine.core.kvcache import Pool
@@ -28,6 +31,7 @@ NEAR = 512  # blocks that are free or saved, so that one admission may take so m
 SAVED = 64  # blocks that are saved at a time; an eighth of a small pool
 REMEMBERED = 4096  # sealed blocks that wait to be saved
 LEAST_WAIT_S = 0.1  # for a load, however soon it would be computed: a thread may be late
+BRINGING = 8  # loads for which no sequence is here, at a time
 SMOOTHING = 0.2  # weight of the newest step in the pace of prefills
 
 
@@ -108,14 +112,28 @@ class Tiers(Protocol):
         """Forgets these: what they hold is wrong."""
         ...
 
+    def credit(self, medium: str, seconds: float) -> None:
+        """Computing that blocks saved which a hint had brought: `load` was given no `compute_s` for them."""
+        ...
+
+    def hinted(self, result: str) -> None:
+        """What has become of a hint (`ahead.Result`)."""
+        ...
+
+
+Ended = Callable[[int], None]  # gets the number of blocks that have come
+
 
 @dataclass(eq=False, slots=True)
 class Load:
-    seq: Sequence
+    seqs: list[Sequence]  # that wait for it
     known: list[int]  # blocks of the prefix before it; owned, so that they stay
     wanted: list[Wanted]
     contents: list[Content] | None  # of `wanted`, if the pool describes blocks
     deadline: float
+    ended: list[Ended] = field(default_factory=list)  # those that have asked for it without a sequence
+    ahead: bool = False  # it began without a sequence
+    hint: bool = False  # it does not count as saved until somebody comes for it
 
 
 class Colder:
@@ -135,6 +153,7 @@ class Colder:
         self._sealed: deque[bytes] = deque(maxlen=REMEMBERED)
         self._clean: tuple[object, ...] | None = None  # the state of the pool in which nothing was left to save
         self._prefill_s: float | None = None  # of a token
+        self._ahead = Ahead()
         self.loaded_tokens = 0
 
     def turn(self, now: float) -> None:
@@ -142,8 +161,40 @@ class Colder:
         self._tiers.watch(now)
         for number in [number for number, load in self._loads.items() if load.deadline <= now]:
             self.landed(number)
+        self._tell_hints(self._ahead.expire(now))
         self._seek(now)
         self._save()
+
+    def bring(
+        self, keys: Seq[bytes], until: float, now: float, ended: Ended, rival_s: float | None = None, hint: bool = False
+    ) -> int | None:
+        """Begins to load what a tier holds of a prefix, `keys`, beyond the pool. `rival_s`: what a block costs if it is not loaded; None:
+        computing it. Returns the number of the load, which calls `ended` in any case. None: nothing is loaded."""
+        pool = self._pool
+        known, idle = pool.matched(keys)
+        self._use(keys[:known])
+        if (found := self._coming(keys, known)) is not None:
+            self._loads[found].ended.append(ended)
+            return found
+        media = [] if pool.describes else list(self._media(keys[known:]))
+        compute_s = self._block_s
+        worth = self._tiers.worth_loading(media, compute_s if rival_s is None else rival_s, now) if media else 0
+        # Half of what is left at most: those that run need blocks, too.
+        count = min(worth, pool.num_blocks // 4 - self._loading, (pool.available - idle) // 2)
+        if count <= 0 or sum(not load.seqs for load in self._loads.values()) >= BRINGING:
+            self._tell_hints(["nothing"] if hint else [])
+            return None
+        number, load = self._begin(Load([], [], [], None, until, [ended], True, hint), keys, known, media[:count])
+        self._tiers.load(number, load.wanted, 0.0 if hint else compute_s or 0.0)
+        return number
+
+    def leave(self, number: int, ended: Ended) -> None:
+        """Who has asked for a load no longer wants it: it ends, unless others wait for it."""
+        load = self._loads.get(number)
+        if load is not None and ended in load.ended:
+            load.ended.remove(ended)
+            if not load.ended and not load.seqs:
+                self.landed(number)
 
     def until(self, now: float) -> float | None:
         """Seconds until a load has to end. None: there is none."""
@@ -186,13 +237,22 @@ class Colder:
         for i, (one, came) in enumerate(zip(load.wanted, arrived, strict=True)):
             if came:
                 self._pool.seal(one.block, one.key, load.contents[i] if load.contents else None)
-        self.loaded_tokens += sum(map(bool, arrived)) * self._scheduler.block_size
+        here = sum(map(bool, arrived))
+        self.loaded_tokens += here * self._scheduler.block_size
         self._late += arrived.count(None)
         still = [one.block for one, came in zip(load.wanted, arrived, strict=True) if came is not None]
         self._pool.release([*load.known, *still])
-        if load.seq in self._scheduler.loading:
-            self._scheduler.loading.remove(load.seq)
-            self._scheduler.enqueue(load.seq)
+        if load.hint:
+            brought = [(one.key, one.medium) for one, good in zip(load.wanted, arrived, strict=True) if good]
+            self._tell_hints(self._ahead.brought(number, brought, load.deadline))
+        for seq in load.seqs:
+            if seq in self._scheduler.loading:
+                if load.ahead and here:
+                    seq.sought = None  # what is left may be worth a load of its own
+                self._scheduler.loading.remove(seq)
+                self._scheduler.enqueue(seq)
+        for ended in load.ended:
+            ended(here)
 
     def given_back(self, blocks: Seq[int]) -> None:
         """Nothing lands any more in these blocks of a load that has ended."""
@@ -232,15 +292,19 @@ class Colder:
                 self._seek_for(seq, now)
 
     def _seek_for(self, seq: Sequence, now: float) -> None:
-        scheduler, pool, size = self._scheduler, self._pool, self._scheduler.block_size
+        scheduler, pool = self._scheduler, self._pool
         if scheduler.is_long(seq):  # what is of it in a tier is read from there
             return
         keys = scheduler.usable_keys(seq)
         known, _ = pool.matched(keys)
+        if self._ahead:
+            self._use(keys[:known])
         if (seq.sought is not None and known >= seq.sought) or not scheduler.has_room(seq):
             return
-        media = list(self._media(keys[known:]))
-        compute_s = None if self._prefill_s is None else size * self._prefill_s
+        if (found := self._coming(keys, known)) is not None:
+            self._join(seq, known, self._loads[found], now)
+            return
+        media, compute_s = list(self._media(keys[known:])), self._block_s
         worth = self._tiers.worth_loading(media, compute_s, now) if media else 0
         if worth == 0:
             seq.sought = known
@@ -249,15 +313,46 @@ class Colder:
         if count <= 0:
             return  # it is looked for again in the next step
         seq.sought = known
-        owned, fresh = pool.match(keys[:known]), pool.allocate(count)
-        assert fresh is not None, "there is room for more"
-        wanted = [Wanted(*one) for one in zip(fresh, keys[known:], media, strict=False)]
         contents = [scheduler.content(seq, known + i) for i in range(count)] if pool.describes else None
         wait_s = self._policy.wait_s if compute_s is None else min(self._policy.wait_s, max(LEAST_WAIT_S, count * compute_s))
         scheduler.waiting.remove(seq)
         scheduler.loading.append(seq)
-        self._loads[number := next(self._numbers)] = Load(seq, owned, wanted, contents, now + wait_s)
-        self._tiers.load(number, wanted, compute_s or 0.0)
+        number, load = self._begin(Load([seq], [], [], contents, now + wait_s), keys, known, media[:count])
+        self._tiers.load(number, load.wanted, compute_s or 0.0)
+
+    def _begin(self, load: Load, keys: Seq[bytes], known: int, media: Seq[str]) -> tuple[int, Load]:
+        """Owns the known prefix, and blocks for what comes behind it: there is room."""
+        load.known, fresh = self._pool.match(keys[:known]), self._pool.allocate(len(media))
+        assert fresh is not None, "there is room for more"
+        load.wanted = [Wanted(*one) for one in zip(fresh, keys[known:], media, strict=False)]
+        self._loads[number := next(self._numbers)] = load
+        return number, load
+
+    def _coming(self, keys: Seq[bytes], known: int) -> int | None:
+        """The load that goes on behind the known keys and began without a sequence."""
+        after = keys[known] if known < len(keys) else None
+        return next((number for number, load in self._loads.items() if load.ahead and load.wanted[0].key == after), None)
+
+    def _join(self, seq: Sequence, known: int, load: Load, now: float) -> None:
+        load.deadline = min(load.deadline, now + self._policy.wait_s)
+        load.seqs.append(seq)
+        seq.sought = known
+        self._scheduler.waiting.remove(seq)
+        self._scheduler.loading.append(seq)
+
+    def _use(self, keys: Seq[bytes]) -> None:
+        """These are in the pool, and somebody has come for them."""
+        for medium, count in self._ahead.used(keys).items():
+            self._tiers.credit(medium, count * (self._block_s or 0.0))
+
+    def _tell_hints(self, results: Iterable[Result]) -> None:
+        for result in results:
+            self._tiers.hinted(result)
+
+    @property
+    def _block_s(self) -> float | None:
+        """What computing a block takes, if that is known."""
+        return None if self._prefill_s is None else self._scheduler.block_size * self._prefill_s
 
     @property
     def _loading(self) -> int:

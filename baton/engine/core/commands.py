@@ -16,6 +16,7 @@ from baton.engine.core.grammar import GrammarRefused, GrammarsBusy
 from baton.engine.core.sequence import Sequence
 
 T = TypeVar("T")
+LATE_S = 5.0  # a load ends between two steps, and a step may take as long
 LONG_PROMPT = 4096  # tokens; what is computed from every token of a longer prompt is not computed in the engine's thread
 
 
@@ -101,6 +102,7 @@ class Commands:
             num_blocks=engine.pool.num_blocks,
             eos_token_ids=runner.eos_token_ids,
             lends=True,
+            brings=engine.colder is not None and not engine.pool.describes,
             offer=engine.drafter.offer,
             matrices=runner.matrices,
         )
@@ -147,6 +149,24 @@ class Commands:
 
     async def pin(self, keys: Seq[bytes], pinned: list[int]) -> None:
         await self.call(lambda engine: pinned.extend(engine.pin(keys)))
+
+    async def bring(self, keys: Seq[bytes], wait_s: float, rival_s: float | None = None, hint: bool = False) -> int:
+        colder = self._engine.colder
+        if colder is None or not any(key in held for held in colder.held.values() for key in keys):
+            return 0
+        loop = asyncio.get_running_loop()
+        came: asyncio.Future[int] = loop.create_future()
+        ended, now = partial(self._post, _resolve, came), loop.time()
+        number = await self.call(lambda engine: colder.bring(keys, now + wait_s, now, ended, rival_s, hint))
+        if number is None:
+            return 0
+        try:
+            async with asyncio.timeout(wait_s + LATE_S):
+                return await came
+        except TimeoutError:  # the engine has stopped, or a step takes very long
+            return 0
+        finally:
+            self.tell(lambda engine: colder.leave(number, ended))
 
     async def release(self, blocks: Seq[int]) -> None:
         await self.call(lambda engine: engine.release(blocks))

@@ -107,6 +107,7 @@ class Traits:
     lends: bool  # whether `pin` can find cached blocks for a peer
     offer: Offer = NOTHING_OFFERED  # of guesses
     matrices: str = ""  # see `baton.engine.core.protocol.Runner`
+    brings: bool = False  # whether `bring` can find blocks in tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,12 @@ class ServingEngine(Protocol):
 
     async def pin(self, keys: Seq[bytes], pinned: list[int]) -> None:
         """Appends the cached blocks of the longest known prefix of `keys`, for a peer to read. The caller releases them."""
+        ...
+
+    async def bring(self, keys: Seq[bytes], wait_s: float, rival_s: float | None = None, hint: bool = False) -> int:
+        """Loads into the prefix cache what tiers hold of a prefix, `keys`, beyond it, as far as that is sooner than computing it, or than
+        `rival_s` for a block. Returns how many blocks have come, after `wait_s` at most. A caller that is cancelled ends its load. `hint`:
+        nobody may come for it, so it counts as saved only when somebody does."""
         ...
 
     async def release(self, blocks: Seq[int]) -> None:

@@ -129,6 +129,10 @@ class VllmEngine:
     async def pin(self, keys: Seq[bytes], pinned: list[int]) -> None:
         """vLLM's cached blocks are in its own memory, and nothing public reaches them between two requests: none is lent."""
 
+    async def bring(self, keys: Seq[bytes], wait_s: float, rival_s: float | None = None, hint: bool = False) -> int:
+        """vLLM's connectors keep what leaves its pool: there is nothing that could be loaded from here."""
+        return 0
+
     async def release(self, blocks: Seq[int]) -> None:
         self.release_soon(blocks)
 
