@@ -157,6 +157,12 @@ class Tier:
     def on(self) -> bool:
         return self.state is State.ON
 
+    @property
+    def takes(self) -> bool:
+        """Whether it wants to be given anything: it is on, and has not spent too much."""
+        with self._lock:
+            return self.on and self.worth.affords(self._clock())
+
     def rate(self, now: float) -> Rate | None:
         return self._rate.at(now)
 
@@ -290,7 +296,7 @@ class Tier:
         """Makes room for `count` units. Those that have to go for them are read first, for the tier below."""
         below, store = self.below, self.store
         victims = max(0, self.units + count - store.capacity)
-        if below is None or not below.on or not victims:
+        if below is None or not victims or not below.takes:
             return
         keys, pins = store.keys(), store.pins
         if pins:
