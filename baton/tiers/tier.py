@@ -144,6 +144,7 @@ class Tier:
         self._next_write = 0.0  # when the rate allows it
         self._next_refresh = clock() + REFRESH_S
         self._retry_s, self._retry_at = RETRY_S, 0.0
+        self._apart = pool.waits  # a device computes: what writing costs the processor, it does not lack
         writer = threading.Thread(target=self._write, name=f"{self.medium}-writer", daemon=True)
         readers = ((f"{self.medium}-reader-{i}", (pool.carrier(self.piece),)) for i in range(bounds.readers))
         self._threads = [writer, *(threading.Thread(target=self._read, name=name, args=own, daemon=True) for name, own in readers)]
@@ -161,7 +162,7 @@ class Tier:
     def takes(self) -> bool:
         """Whether it wants to be given anything: it is on, and has not spent too much."""
         with self._lock:
-            return self.on and self.worth.affords(self._clock())
+            return self.on and (self._apart or self.worth.affords(self._clock()))
 
     def rate(self, now: float) -> Rate | None:
         return self._rate.at(now)
