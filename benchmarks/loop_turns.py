@@ -56,7 +56,7 @@ from baton.simulate.memory_registry import MemoryRegistry
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from router import gate
-from router.admin import AdminDoor
+from router.admin import AdminDoor, Own
 from router.admission import Admission
 from router.clients import GrpcWorkers
 from router.dispatch import Dispatcher
@@ -334,7 +334,7 @@ async def house(address: str, routers: int = 0) -> tuple[Live, AdminDoor, GrpcWo
     if routers:
         alone = pb.LiveResponse(**await live.look(alone=True))
         live._peers = cast(Any, OtherRouters(alone, routers))
-    door = AdminDoor(view, workers, watch, book, live, nobody, lambda: OWN, cast(Any, None))
+    door = AdminDoor(view, workers, watch, book, live, nobody, Own(lambda: OWN, cast(Any, None), cast(Any, None)))
     return live, door, workers, book
 
 

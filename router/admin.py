@@ -5,7 +5,7 @@ routers, so it does not matter which one is asked.
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from baton.clock import loop_time
 from baton.cluster import log_file
@@ -14,6 +14,7 @@ from baton.cluster.joining import Joining
 from baton.cluster.records import RouterRecord, WorkerRecord
 from baton.cluster.registry import RegistryUnavailable
 from baton.cluster.rpc import Answering, Context
+from baton.recorder.recorder import Recorder, check_secret
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.clients import GrpcWorkers
 from router.journal import Journal
@@ -26,6 +27,15 @@ from router.watch import Watch
 MOST_WORKERS = 1024  # in one pool
 
 
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What is this router's own."""
+
+    describe: Callable[[], RouterRecord]  # as it is now
+    joining: Joining
+    recorder: Recorder
+
+
 class AdminDoor(worker_pb2_grpc.AdminServicer):
     def __init__(
         self,
@@ -35,18 +45,17 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         journal: Journal,
         live: Live,
         peers: Peers,
-        describe: Callable[[], RouterRecord],
-        joining: Joining,
+        own: Own,
     ) -> None:
-        """`describe`: this router, as it is now."""
-        self._joining = joining
+        self._joining = own.joining
+        self._recorder = own.recorder
         self._view = view
         self._workers = workers
         self._watch = watch
         self._journal = journal
         self._live = live
         self._peers = peers
-        self._describe_router = describe
+        self._describe_router = own.describe
 
     async def Status(self, request: worker_pb2.StatusRequest, context: Context) -> worker_pb2.StatusResponse:
         own = self._describe_router()
@@ -146,18 +155,46 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
                     raise BatonError(error.reason, f"{request.name} does not answer: {error}") from None
                 raise
 
-    def _log(self, request: worker_pb2.AdminLogsRequest) -> AsyncGenerator[bytes, None]:
-        own = self._describe_router().name
+    async def Record(self, request: worker_pb2.AdminRecordRequest, context: Context) -> AsyncIterator[worker_pb2.RecordResponse]:
+        async with Answering(context), aclosing(self._recording(request)) as pieces:
+            try:
+                async for piece in pieces:
+                    yield worker_pb2.RecordResponse(lines=piece)
+            except BatonError as error:
+                if error.reason is Reason.WORKER_LOST:
+                    raise BatonError(error.reason, f"{request.name} does not answer: {error}") from None
+                raise
+
+    def _recording(self, request: worker_pb2.AdminRecordRequest) -> AsyncGenerator[bytes, None]:
+        check_secret(request.secret)
+        own, routers, workers = self._processes()
+        if request.name == own:
+            return self._recorder.stream(request.secret)
+        if request.name in workers:
+            return self._workers.recording(workers[request.name], request.secret)
+        if request.name in routers:
+            return self._peers.recording(routers[request.name], request)
+        raise self._unknown(request.name)
+
+    def _processes(self) -> tuple[str, dict[str, RouterRecord], dict[str, WorkerRecord]]:
+        """This router's name, the other routers, and the workers."""
         routers = {record.name: record for record in self._peers.others}
-        workers = {record.name: record for record in self._view.members.records()}
+        return self._describe_router().name, routers, {record.name: record for record in self._view.members.records()}
+
+    def _unknown(self, name: str) -> BatonError:
+        own, routers, workers = self._processes()
+        known = ", ".join([*sorted([own, *routers]), *workers])
+        return invalid("name", f"there is no process {name!r}; known processes: {known}")
+
+    def _log(self, request: worker_pb2.AdminLogsRequest) -> AsyncGenerator[bytes, None]:
+        own, routers, workers = self._processes()
         if request.name == own:
             return log_file.read(own, request.lines, request.follow)
         if request.name in workers:
             return self._workers.logs(workers[request.name], request.lines, request.follow)
         if request.name in routers:
             return self._peers.logs(routers[request.name], request)
-        known = ", ".join([*sorted([own, *routers]), *workers])
-        raise invalid("name", f"there is no process {request.name!r}; known processes: {known}")
+        raise self._unknown(request.name)
 
     async def _describe(self, record: WorkerRecord) -> worker_pb2.WorkerStatus:
         try:

@@ -110,7 +110,7 @@ class Admission:
         self.max_queue = max_queue
         self.places = max_inflight  # how many sequences may be served now, `max_inflight` at most
         self.room = max_queue  # how many may wait now, `max_queue` at most
-        self.elsewhere = ALONE  # counts from the next `resize` on
+        self.elsewhere = ALONE
         self.pace = Pace()
         self._overload = overload
         self._inside: dict[str, int] = {}  # request → its places
@@ -168,6 +168,18 @@ class Admission:
         self.places = max(1, share(total, self.elsewhere.inflight, self.elsewhere.routers))
         self.room = share(self.max_queue, self.elsewhere.queued, self.elsewhere.routers)
         return self._fill(now)
+
+    def share_with(self, elsewhere: Elsewhere) -> None:
+        """What the other routers do counts from the next `resize` on."""
+        self.elsewhere = elsewhere
+
+    def note_served(self, held_s: float, first_s: float, tokens: int) -> None:
+        """See `Pace.note`."""
+        self.pace.note(held_s, first_s, tokens)
+
+    def note_failure(self, held_s: float) -> None:
+        """See `Pace.note_failure`."""
+        self.pace.note_failure(held_s)
 
     def drop_hopeless(self, now: float) -> list[str]:
         """Removes and returns the waiting requests that would be late even if they started now."""

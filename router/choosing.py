@@ -14,7 +14,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.engine.core.block_key import extend_keys, root_key
 from router.conduct import Conduct
 from router.hints import Hints
-from router.policy import Bypass, Choice, Identity, NoWorker, Saturated, Terms, choose_decode, choose_hint, choose_prefill
+from router.policy import Bypass, Choice, Identity, NoWorker, Policy, Saturated, Terms
 from router.request import Request, emitted, too_late
 from router.served import ServedModel
 from router.turnstile import Turnstile
@@ -37,7 +37,7 @@ class Choosing:
         self._config = config
         self._conduct = conduct
         self._clock = clock
-        self._terms = Terms(config.bypass_tokens, config.fetch_tokens, config.load_tokens, max_queue=max_queue)
+        self.policy = Policy(model, Terms(config.bypass_tokens, config.fetch_tokens, config.load_tokens, max_queue=max_queue))
         self._turns = Turnstile(CHOSEN_A_TURN)
         self._room = WaitingRoom()
         self._ranks = itertools.count()
@@ -46,8 +46,7 @@ class Choosing:
     async def prefill(self, request: Request, failed: set[Identity]) -> Choice | Bypass:
         def choose() -> Choice | Bypass | NoWorker | Saturated:
             keys, now = self.keys(request), self._clock()
-            longest = request.longest_together
-            found = choose_prefill(self._model, keys, len(request.tokens), longest, now, failed, self._terms, request.tie)
+            found = self.policy.prefill(keys, len(request.tokens), request.longest_together, now, failed, request.tie)
             return Bypass("prompt_logprobs") if request.unscored and isinstance(found, Choice) else found
 
         return await self._chosen(request, failed, choose, begun=False)
@@ -55,13 +54,13 @@ class Choosing:
     async def decode(self, request: Request, failed: set[Identity]) -> Choice:
         def choose() -> Choice | NoWorker | Saturated:
             keys, now = self.keys(request), self._clock()
-            return choose_decode(self._model, keys, request.longest_together, now, failed, self._terms, request.tie) or NoWorker()
+            return self.policy.decode(keys, request.longest_together, now, failed, request.tie) or NoWorker()
 
         return await self._chosen(request, failed, choose, begun=True)
 
     def reader(self, request: Request, failed: set[Identity]) -> Choice | None:
         """A decode worker that has room for a live call at this moment."""
-        found = choose_decode(self._model, self.keys(request), request.longest_together, self._clock(), failed, self._terms, request.tie)
+        found = self.policy.decode(self.keys(request), request.longest_together, self._clock(), failed, request.tie)
         return found if isinstance(found, Choice) and found.reason == "fits" else None
 
     async def _chosen(
@@ -109,7 +108,7 @@ class Choosing:
             return
         await self.turn(request)
         keys, now = self.keys(request), self._clock()
-        hint = choose_hint(self._model, keys, len(request.tokens), now, failed, self._terms, request.tie)
+        hint = self.policy.hint(keys, len(request.tokens), now, failed, request.tie)
         if hint is not None:
             self._hints.tell(request.arrival, self._model.members.record(hint.worker), keys[: hint.blocks], request.deadline - now)
 

@@ -222,6 +222,16 @@ class GrpcWorkers:
         finally:
             call.cancel()
 
+    async def recording(self, worker: WorkerRecord, secret: bytes) -> AsyncGenerator[bytes, None]:
+        """Yields the section of the worker's recording, in pieces."""
+        stub = worker_pb2_grpc.WorkerStub(self._channel(worker))
+        call = stub.Record(pb.RecordRequest(to=to_addressee(worker), secret=secret), timeout=LOGS_TIMEOUT_S)
+        try:
+            while (page := await _answer(call.read())) is not grpc.aio.EOF:
+                yield page.lines
+        finally:
+            call.cancel()
+
     def welcome(self, worker: WorkerRecord) -> None:
         """Notes that the worker joined. It may have been forgotten before."""
         self._gone.pop(_identity(worker), None)

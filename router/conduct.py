@@ -26,7 +26,7 @@ class Conduct:
         self.ejections: Counter[str] = Counter()  # by cause
         self.retries_refused = 0
         self._on = config.outlier_share > 0
-        self._outliers = Outliers(Terms(config.outlier_share, config.outlier_s, config.outlier_pace))
+        self.outliers = Outliers(Terms(config.outlier_share, config.outlier_s, config.outlier_pace))
         self._model, self._members = model, model.members
         self._clock = clock
         self._members.listen(self._look)
@@ -34,7 +34,7 @@ class Conduct:
     @property
     def aside(self) -> frozenset[str]:
         """The names of the workers that are put aside."""
-        return frozenset(name for name, _ in self._outliers.aside)
+        return frozenset(name for name, _ in self.outliers.aside)
 
     def prefilled(self, worker: WorkerRecord, request: Request, first: FirstToken, took_s: float) -> None:
         """A prefill ended well. `took_s`: from the call to its token. It shows a pace if most of the prompt was computed, and nothing
@@ -62,7 +62,7 @@ class Conduct:
             return
         if self._knows(holder) and self._knows(reader):
             ends = _identity(holder), _identity(reader)
-            self._put_aside(self._outliers.note_read(*ends, not wrong, self._model.pool, self._clock()))
+            self._put_aside(self.outliers.note_read(*ends, not wrong, self._model.pool, self._clock()))
 
     def failed(self, worker: WorkerRecord, role: RoleName, error: BatonError) -> None:
         """A call failed. INTERNAL is the worker's fault; a loss counts once, however many calls it ended. What is full, drains or serves
@@ -86,20 +86,20 @@ class Conduct:
 
     def _note_call(self, worker: WorkerRecord, role: RoleName, ok: bool) -> None:
         if self._on and self._knows(worker):
-            self._put_aside(self._outliers.note_call(_identity(worker), role, ok, self._model.pool, self._clock()))
+            self._put_aside(self.outliers.note_call(_identity(worker), role, ok, self._model.pool, self._clock()))
 
     def _note_pace(self, worker: WorkerRecord, role: RoleName, token_s: float, company: Callable[[str], int]) -> None:
         if self._on and self._knows(worker):
             there = company(worker.name)
-            self._put_aside(self._outliers.note_pace(_identity(worker), role, token_s, there, self._model.pool, self._clock()))
+            self._put_aside(self.outliers.note_pace(_identity(worker), role, token_s, there, self._model.pool, self._clock()))
 
     def _knows(self, worker: WorkerRecord) -> bool:
         """Whether what it does counts. It may have left while it was called."""
         identity = _identity(worker)
         if self._members.answers(identity) is None:
             return False
-        if identity not in self._outliers:
-            self._outliers.join(identity, map(_identity, self._members.records()), self._clock())
+        if identity not in self.outliers:
+            self.outliers.join(identity, [*map(_identity, self._members.records())], self._clock())
         return True
 
     def _put_aside(self, ejected: Ejected | None) -> None:
@@ -110,8 +110,8 @@ class Conduct:
 
     def _look(self) -> None:
         """The view has changed: a probe may have been answered."""
-        if self._outliers.aside:
-            for name, incarnation in self._outliers.take_back(self._members.answers, self._clock()):
+        if self.outliers.aside:
+            for name, incarnation in self.outliers.take_back(self._members.answers, self._clock()):
                 log.info("%s gets requests again", name)
                 self._members.mark_ejected(name, incarnation, "")
 

@@ -72,6 +72,7 @@ class Dispatcher:
         self._life = Life(workers, config.hang_s)
         self._explainer = Explainer(model, config.fetch_tokens, config.load_tokens, caching)
         self._choosing = Choosing(model, config, self.conduct, clock, max_queue, Hints(workers.hint))
+        self.policy = self._choosing.policy
 
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
         """Yields every token of the output once and in order. At the end, `request.finish` says why the output ended.

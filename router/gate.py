@@ -56,7 +56,7 @@ class Gate:
                 yield
             except BatonError as error:
                 if error.reason is Reason.DEADLINE:
-                    self._admission.pace.note_failure(self._clock() - began)
+                    self._admission.note_failure(self._clock() - began)
                 raise
             self._note_pace(entry, began)
         finally:
@@ -98,7 +98,7 @@ class Gate:
         """Measures the pace from a request that ends well. One that runs out of time is a failure, and one that its client gave up does
         not count."""
         if entry.request is not None and entry.trace.first_at:
-            self._admission.pace.note(self._clock() - began, entry.trace.first_at - began, entry.request.made)
+            self._admission.note_served(self._clock() - began, entry.trace.first_at - began, entry.request.made)
 
     def _look(self) -> None:
         self._timer = None

@@ -280,7 +280,7 @@ class Journal:
             log.warning("%s: level %d of overload, %s", "serving less" if change > 0 else "serving more", self.degradation.level, seen)
 
     def _tell_alarm(self) -> None:
-        before, self._alarm = self._alarm, self.split.alarm
+        before, self._alarm = self._alarm, self.split.judge()
         if bool(before) != bool(self._alarm):
             log.warning("%s", self._alarm or "prompts are handed over again as they are meant to be")
 

@@ -218,7 +218,7 @@ class Outliers:
     def state(self, worker: Identity) -> State:
         return self._workers[worker].state if worker in self._workers else State.SERVING
 
-    def join(self, worker: Identity, present: Iterable[Identity], now: float) -> None:
+    def join(self, worker: Identity, present: Collection[Identity], now: float) -> None:
         """Begins to note what the worker does. Forgets those that are not `present`."""
         there = set(present)
         self._workers = {known: facts for known, facts in self._workers.items() if known in there}

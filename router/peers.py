@@ -22,6 +22,7 @@ from router.admission import Admission, Elsewhere
 
 log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.25
+RECORD_S = 60.0
 ASK_S = 0.5  # a router that answers later is left out
 
 
@@ -47,9 +48,8 @@ class Peers:
             except RegistryUnavailable as error:
                 log.debug("cannot look for other routers: %s", error)
             others = self.others
-            admission.elsewhere = Elsewhere(
-                1 + len(others), sum(one.places or one.inflight for one in others), sum(one.queued for one in others)
-            )
+            taken, queued = sum(one.places or one.inflight for one in others), sum(one.queued for one in others)
+            admission.share_with(Elsewhere(1 + len(others), taken, queued))
             await self._forget({record.endpoints.get("admin", "") for record in self.others})
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -64,6 +64,18 @@ class Peers:
         try:
             while (page := await call.read()) is not grpc.aio.EOF:
                 yield page.text
+        except grpc.RpcError as error:
+            raise to_error(error) from None
+        finally:
+            call.cancel()
+
+    async def recording(self, record: RouterRecord, request: worker_pb2.AdminRecordRequest) -> AsyncGenerator[bytes, None]:
+        """Yields what that router answers to `Record`. Raises BatonError."""
+        stub = worker_pb2_grpc.AdminStub(self._channel(record.endpoints["admin"]))
+        call = stub.Record(request, metadata=self._shown, timeout=RECORD_S)
+        try:
+            while (page := await call.read()) is not grpc.aio.EOF:
+                yield page.lines
         except grpc.RpcError as error:
             raise to_error(error) from None
         finally:

@@ -199,6 +199,28 @@ def places(model: ServedModel) -> int | None:
     return sum(worker.max_num_seqs for worker in decoders) + sum(-(-worker.max_num_seqs // AHEAD) for worker in (*decoders, *prefillers))
 
 
+class Policy:
+    """Both choices for one model under one set of terms."""
+
+    def __init__(self, model: ServedModel, terms: Terms) -> None:
+        self.model = model
+        self.terms = terms
+
+    def prefill(
+        self, keys: Sequence[bytes], prompt_tokens: int, longest: int, now: float, exclude: Collection[Identity], tie: int
+    ) -> Choice | Bypass | NoWorker | Saturated:
+        """See `choose_prefill`."""
+        return choose_prefill(self.model, keys, prompt_tokens, longest, now, exclude, self.terms, tie)
+
+    def decode(self, keys: Sequence[bytes], longest: int, now: float, exclude: Collection[Identity], tie: int) -> Choice | Saturated | None:
+        """See `choose_decode`."""
+        return choose_decode(self.model, keys, longest, now, exclude, self.terms, tie)
+
+    def hint(self, keys: Sequence[bytes], prompt_tokens: int, now: float, exclude: Collection[Identity], tie: int) -> Cached | None:
+        """See `choose_hint`."""
+        return choose_hint(self.model, keys, prompt_tokens, now, exclude, self.terms, tie)
+
+
 def _holding_most(held: Held) -> Cached | None:
     blocks = held.anywhere or held.device
     if not blocks:

@@ -55,6 +55,10 @@ class Split:
     @property
     def alarm(self) -> str:
         """What is wrong, or nothing."""
+        return self.judge()
+
+    def judge(self) -> str:
+        """As `alarm`."""
         return self._unsplit() or self._detour()
 
     def _unsplit(self) -> str:

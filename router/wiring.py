@@ -5,7 +5,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ from baton.cluster.redis_client import tls_options
 from baton.cluster.rpc import Admit, Check, Server, Tasks
 from baton.cluster.tracing import make_tracer
 from baton.engine.facts.model_facts import Recommended, recommended
+from baton.recorder.recorder import Recorder, digest_of
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
-from router import gauges, reflection
-from router.admin import AdminDoor
+from router import gauges, reflection, taped
+from router.admin import AdminDoor, Own
 from router.admission import Admission
 from router.clients import GrpcWorkers, Streams
 from router.degradation import Degradation, Rules
@@ -50,6 +51,7 @@ from router.message_bound import check_fields
 from router.peers import Peers
 from router.rates import Rates, Unlimited, redis_counters
 from router.resume import receipt_key
+from router.served import ServedModel
 from router.service import Draws, GenerateService, ModelText, Tenancy
 from router.split import Split, Wanted
 from router.tokenizer import Tokenizer
@@ -64,6 +66,7 @@ HEALTH_EVERY_S = 0.1
 KEYS_EVERY_S = 1.0
 BEAT_S = 0.25  # other routers count what is served here
 IDLE_POLL_S = 0.02
+RECORDED = 512  # requests that ended last, in a recording
 
 
 def draw_id() -> str:
@@ -111,6 +114,9 @@ class RouterProcess:
         self._metrics = MetricsServer(config, Exposition(self._book), lambda: self.stage is Stage.READY, self._guard, self._targets)
         self._health_pages = HealthServer(config, lambda: self.stage, waits_for=self._waits_for)
         self._watch: Watch | None = None
+        self._recorder = Recorder(config, self.name, "router", digest_of(taped.MODULES))
+        self._recorder.requests = lambda: (record.to_json() for record in self._journal.last(RECORDED))
+        stop.witness = self._recorder.dump
         self._closers = AsyncExitStack()  # all of them run, in reverse order, even if one fails
         self._closers.push_async_callback(asyncio.to_thread, self._tracer.close)
         closers = (self._health_pages.close, self._metrics.close, self._registry.close, self._workers.close, self._peers.close)
@@ -128,7 +134,8 @@ class RouterProcess:
         live = Live(self._view, watch, self._admission, self._journal, self._peers, self._record)
         self._public, admin = self._server(check_fields, config.router.connection_age_s), self._server(admit=self._guard.check)
         self._serve(tokenizer, watch)
-        door = AdminDoor(self._view, self._workers, watch, self._journal, live, self._peers, self._record, Joining(config))
+        own = Own(self._record, Joining(config), self._recorder)
+        door = AdminDoor(self._view, self._workers, watch, self._journal, live, self._peers, own)
         worker_pb2_grpc.add_AdminServicer_to_server(door, admin.grpc)
         await self._open_doors(tokenizer, admin, live)
         acting = {"watch": watch.run(), "peers": self._peers.run(self._admission), "live": live.run(), "pulse": pulse.beat()}
@@ -153,10 +160,30 @@ class RouterProcess:
             tenancy=self._tenancy(),
         )
         self._closers.callback(self.service.close)
+        self._follow(model, dispatcher, clock)
         stalled = {"grpc": lambda: self._public.stalled, "http": lambda: sum(http.stalled for http in self._https)}
         readers = gauges.Readers(lambda: self._workers.unread_bytes, stalled)
         gauges.tell(self._book, self._view, self._admission, watch, self._tracer, readers, dispatcher.conduct)
         gauges.tell_texts(self._book, self.service.texts)
+
+    def _follow(self, model: ServedModel, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
+        """Records what is decided from now on."""
+        recorder, conduct, journal = self._recorder, dispatcher.conduct, self._journal
+        if recorder.on:
+            objects = {
+                "admission": self._admission,
+                "view": self._view,
+                "members": self._view.members,
+                "models": self._view.models,
+                "index": model.index,
+                "policy": dispatcher.policy,
+                "trust": model.trust,
+                "outliers": conduct.outliers,
+                "budget": conduct.budget,
+                "degradation": journal.degradation,
+                "split": journal.split,
+            }
+            recorder.sources.append(taped.RouterTape(recorder.span_s, recorder.most_bytes, clock, objects).source)
 
     async def _open_doors(self, tokenizer: Tokenizer, admin: Server, live: Live) -> None:
         """Binds and opens the public doors, the admin's, the page and the metrics."""

@@ -59,6 +59,7 @@ BOXES = {
     "baton.profile": Box(0.9, 7.4, "ground", "how long parts take"),
     "baton.tiers": Box(3, 7, "worker", "colder copies of KV"),
     "baton.models": Box(4, 5, "use", "tale, training, fetch"),
+    "baton.recorder": Box(2.6, 5.2, "ground", "the flight recorder"),
     "baton.cluster": Box(1.4, 6, "ground", "config, records, rpc"),
     "engine.start": Box(5, 1, "engine", "an engine from options"),
     "baton.engine.vllm": Box(6, 2, "engine", "vLLM, same contract"),

@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     "baton", "baton.access", "baton.cli", "baton.cluster", "baton.engine", "baton.engine.core", "baton.engine.cpu", "baton.engine.facts",
     "baton.engine.gpu", "baton.engine.grammars", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models", "baton.plan",
-    "baton.profile", "baton.simulate", "baton.tiers", "baton.worker",
+    "baton.profile", "baton.recorder", "baton.simulate", "baton.tiers", "baton.worker",
     "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
 )  # fmt: skip
-WORKER = {"baton.clock", "baton.engine", "baton.cluster", "baton.moves", "baton.tiers", "baton.v1", "kvtransfer"}
+WORKER = {"baton.clock", "baton.engine", "baton.cluster", "baton.moves", "baton.recorder", "baton.tiers", "baton.v1", "kvtransfer"}
 
 # package → which of our packages it may import. An entry that names a module allows only that module.
 ARROWS = {
@@ -70,13 +70,16 @@ ARROWS = {
     "baton.models": {"baton.engine.build", "baton.engine.core", "baton.engine.facts", "baton.engine.model", "baton.engine.options"},
     "baton.plan": {"baton.engine.facts.fields", "baton.profile"},
     "baton.profile": set(),
+    "baton.recorder": {"baton.cluster"},
     "baton.simulate": {
         "baton.clock",
         "baton.cluster",
         "baton.engine.core",
         "baton.profile",
+        "baton.recorder",
         "baton.worker.prompts",
         "baton.worker.refusal",
+        "baton.worker.taped",
         "router",
     },
     "baton.tiers": {
@@ -128,6 +131,7 @@ ARROWS = {
         "baton.clock",
         "baton.cluster",
         "baton.moves",
+        "baton.recorder",
         "baton.stages",
         "baton.uncached",
         "baton.v1",

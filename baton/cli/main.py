@@ -5,16 +5,15 @@ Exit status: 0 for success, 1 for failure (the reason is on stderr), 2 if the co
 
 import itertools
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import grpc
 import typer
 import yaml
 from rich.console import Console
@@ -23,10 +22,10 @@ from rich.status import Status
 from rich.text import Text
 
 from baton.access.access import DEFAULT_NAME, find
-from baton.access.diagnosis import explain
 from baton.access.options import Identity, Place
 from baton.cli import view
 from baton.cli.admin import read_status
+from baton.cli.failing import failing
 from baton.cli.gguf_files import folder_of
 from baton.cli.interrupt import interruptible
 from baton.cli.options import (
@@ -49,15 +48,12 @@ from baton.cli.options import (
     numbers,
 )
 from baton.cli.origins import origins
+from baton.cli.record import record, replay_run
 from baton.cli.size import size
-from baton.client import Client, GenerateError, Stream
+from baton.client import Client, Stream
 from baton.cluster import config_layers as configuration
 from baton.cluster.config import Config, ConfigError
-from baton.cluster.errors import BatonError
 from baton.cluster.main import read_arguments
-from baton.cluster.registry import RegistryUnavailable
-from baton.launch import state
-from baton.launch.redis_server import RedisServerError
 from baton.terminal import write_anything
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from loadtest.cli import app as loadtest_app
@@ -67,12 +63,14 @@ app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_e
 config_app = typer.Typer(no_args_is_help=True, help="Show the configuration: the values in force, or the schema.")
 app.add_typer(config_app, name="config")
 app.add_typer(loadtest_app, name="loadtest")
-app.command()(size)
+for command in (size, record, replay_run):
+    app.command()(command)
 PIPE_WIDTH = 180  # columns of a table that does not go to a terminal
 out, err = (
     Console(stderr=stderr, highlight=False, emoji=False, width=None if stream.isatty() else PIPE_WIDTH)
     for stderr, stream in ((False, sys.stdout), (True, sys.stderr))
 )
+_failing = partial(failing, err)
 FREE = {"allow_extra_args": True, "ignore_unknown_options": True}
 CHAT_TEMPERATURE = 0.5
 
@@ -474,27 +472,3 @@ def _waiting(text: str) -> Iterator[Status | None]:
         return
     with err.status(text) as spinner:
         yield spinner
-
-
-@contextmanager
-def _failing() -> Iterator[None]:
-    """Turns expected failures into a line on stderr and an exit status."""
-    try:
-        yield
-    except ConfigError as error:
-        err.print(str(error), markup=False, soft_wrap=True)
-        raise typer.Exit(2) from None
-    except BrokenPipeError:  # the reader closed the pipe, and the interpreter would flush into it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
-    except GenerateError as error:
-        err.print(f"baton: {explain(error.reason or error.code, error.message)}", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    except (BatonError, RegistryUnavailable, RedisServerError, state.StateError, OSError) as error:
-        err.print(f"baton: {error}", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    except grpc.RpcError as error:
-        err.print(f"baton: {explain(error.code().name, error.details() or '')}", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None

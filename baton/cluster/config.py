@@ -262,6 +262,19 @@ class TelemetryConfig(Section):
     recent_requests: int = Field(default=512, ge=0, le=65536, description="How many finished requests the router keeps for `baton trace`.")
 
 
+class RecorderConfig(Section):
+    minutes: float = Field(
+        default=5.0, ge=0, le=120, description="How far back the recording of each process' decisions reaches, about; 0: none is made."
+    )
+    mib: float = Field(default=32.0, ge=1, le=4096, description="Memory for it in each process, MiB, about.")
+    folder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Where a process writes it when it fails and on SIGUSR2. null: beside its log; if it has none, in the system's folder"
+        " for temporary files.",
+    )
+
+
 class Config(Section):
     """The whole tree. The defaults fit a laptop with two cores, everything on loopback."""
 
@@ -278,6 +291,7 @@ class Config(Section):
     security: SecurityConfig = Field(default=SecurityConfig(), description="TLS of every channel, and API keys.")
     slo: SloConfig = Field(default=SloConfig(), description="Latency objectives of a request.")
     telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Logs, metrics, traces.")
+    recorder: RecorderConfig = Field(default=RecorderConfig(), description="The flight recorder.")
 
     @model_validator(mode="after")
     def _the_router_looks_first(self) -> Self:

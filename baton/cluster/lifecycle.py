@@ -24,6 +24,8 @@ CLOSE_S = 10.0  # for `close`
 HURRY_S = 2.0  # for `close` after a second signal
 EXIT_S = 5.0  # after `close`, for threads that cannot be stopped; then the process exits without waiting for them
 TELL_S = 0.5  # for the last words
+WITNESS_S = 5.0  # for what is written after a failure
+LOOK_S = 0.05
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # For these, the text is all that a person needs; anything else is a bug and is logged with its traceback. A checkpoint or a configuration
 # that cannot be used is a ValueError.
@@ -73,6 +75,7 @@ class Stop:
         self.asked = asyncio.Event()
         self.now = asyncio.Event()
         self.failure: BaseException | None = None
+        self.witness: Callable[[str], object] = lambda why: None  # writes down what happened before; it may take seconds
 
     def ask(self) -> None:
         if self.asked.is_set():
@@ -122,12 +125,23 @@ async def run(
         log.error("%s", error, exc_info=not isinstance(error, FORESEEN) or log.isEnabledFor(logging.DEBUG))
         stop.failure = error
     finally:
+        if stop.failure is not None and started:
+            await _testify(stop)
         await _close(process, stop, gone_within)
         for number in SIGNALS:
             loop.remove_signal_handler(number)
     if stop.failure is None:
         return 0
     return CANNOT if isinstance(stop.failure, ValueError) and not started else 1
+
+
+async def _testify(stop: Stop) -> None:
+    """In a thread of its own, which is left alone if it takes too long."""
+    told = threading.Thread(target=stop.witness, args=("crash",), daemon=True)
+    told.start()
+    deadline = asyncio.get_running_loop().time() + WITNESS_S
+    while told.is_alive() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(LOOK_S)
 
 
 async def _close(process: Process, stop: Stop, gone_within: Callable[[float], object]) -> None:

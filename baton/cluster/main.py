@@ -11,6 +11,7 @@ from baton.cluster.config_layers import load
 from baton.cluster.guard import check_doors
 from baton.cluster.lifecycle import CANNOT, LastResort, Process, Stop, run, settle
 from baton.cluster.logs import setup_logging
+from baton.cluster.witness import hold_back, listen
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[list[Path], dict[str, str]]:
@@ -38,6 +39,7 @@ def main(role: str, process: Callable[[Config, Stop], Process]) -> None:
     """Run until SIGTERM or SIGINT. Exit status: 0 after a drain, 1 after a failure, 2 (CANNOT) for a configuration or a model
     that cannot be used."""
     try:
+        hold_back()  # before there is another thread
         files, flags = read_arguments(sys.argv[1:])
         config = load(files, flags=flags).config
         setup_logging(config.telemetry, os.environ.get("BATON_WORKER_NAME", role))
@@ -47,4 +49,5 @@ def main(role: str, process: Callable[[Config, Stop], Process]) -> None:
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(CANNOT)
+    listen(lambda: stop.witness("signal"))
     sys.exit(asyncio.run(run(made, stop, LastResort(), settle)))

@@ -8,6 +8,7 @@ from typing import TypeVar
 from baton.engine.build import BuildError, Built, build, check
 from baton.engine.core.colder import Tiers
 from baton.engine.core.contract import Listener, ServingEngine
+from baton.engine.core.engine import Engine
 from baton.engine.core.loop import EngineLoop
 from baton.engine.core.progress import Progress, Step, ignore, told_to
 from baton.engine.grammars.store import GrammarStore
@@ -16,9 +17,15 @@ from baton.engine.options import Options
 T = TypeVar("T")
 
 
-async def start_engine(options: Options, listener: Listener, progress: Progress = ignore, tiers: Tiers | None = None) -> ServingEngine:
-    """`tiers`: colder places for KV; the caller closes them before the engine. Raises CheckpointError, BuildError or OSError, each naming
-    what is wrong."""
+async def start_engine(
+    options: Options,
+    listener: Listener,
+    progress: Progress = ignore,
+    tiers: Tiers | None = None,
+    built: Callable[[Engine], object] = lambda engine: None,
+) -> ServingEngine:
+    """`tiers`: colder places for KV; the caller closes them before the engine. `built`: called with our own engine before it runs. Raises
+    CheckpointError, BuildError or OSError, each naming what is wrong."""
     check(options)
     engine = options.engine
     if tiers is not None and not (engine.kind == "baton" and engine.prefix_caching):
@@ -37,17 +44,18 @@ async def start_engine(options: Options, listener: Listener, progress: Progress 
         with told_to(progress):
             return build(options)
 
-    built = await in_a_thread_that_ends(told)
-    built.engine.pool.describes = options.describes
-    runner = built.engine.runner
+    made = await in_a_thread_that_ends(told)
+    made.engine.pool.describes = options.describes
+    runner = made.engine.runner
     grammars = GrammarStore(options.path, runner.vocab_size, runner.eos_token_ids)
-    loop = EngineLoop(built.engine, listener, built.tokenizer_fingerprint, grammars)
+    loop = EngineLoop(made.engine, listener, made.tokenizer_fingerprint, grammars)
     if tiers is not None:
         progress(Step("opening tiers"))
         try:
             await asyncio.to_thread(loop.attach, tiers)
         except ValueError as error:
             raise BuildError(str(error)) from None
+    built(made.engine)
     loop.start()
     return loop
 

@@ -27,6 +27,7 @@ from baton.launch.launcher import ProcessState, RestartRule, Restarts, State, Te
 from baton.moves import Moves
 
 POLL_S = 0.1
+WITNESS_S = 1.5  # from SIGUSR2 to SIGKILL, for a process that hangs
 HURRIED_S = 3.0  # from a second SIGTERM to SIGKILL
 KILLED_S = 5.0  # how long we wait for a process to disappear after SIGKILL (it may hang in a driver)
 LEASH = Path(__file__).with_name("leash.py")
@@ -157,6 +158,8 @@ class Child:
         if process is None:
             return
         hangs = await self._hangs(process)
+        if hangs:
+            await _testified(process)
         if process.poll() is None and not hangs:
             process.terminate()
             if not await _gone(process, self._template.grace_s, self._hurried) and self._hurried.is_set():
@@ -193,6 +196,13 @@ class Child:
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+async def _testified(process: "subprocess.Popen[bytes]") -> None:
+    """Lets a process that hangs write down what it did (`baton.cluster.witness`), as far as it can."""
+    if hasattr(signal, "SIGUSR2"):
+        process.send_signal(signal.SIGUSR2)
+        await _gone(process, WITNESS_S)
 
 
 async def _either(event: asyncio.Event, seconds: float) -> None:

@@ -41,6 +41,28 @@ class LogsResponse(_message.Message):
     text: bytes
     def __init__(self, text: _Optional[bytes] = ...) -> None: ...
 
+class AdminRecordRequest(_message.Message):
+    __slots__ = ("name", "secret")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    secret: bytes
+    def __init__(self, name: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
+
+class RecordRequest(_message.Message):
+    __slots__ = ("to", "secret")
+    TO_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    to: Addressee
+    secret: bytes
+    def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ..., secret: _Optional[bytes] = ...) -> None: ...
+
+class RecordResponse(_message.Message):
+    __slots__ = ("lines",)
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    lines: bytes
+    def __init__(self, lines: _Optional[bytes] = ...) -> None: ...
+
 class JoinRequest(_message.Message):
     __slots__ = ("challenge", "proof")
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]

@@ -482,6 +482,11 @@ class WorkerStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.LogsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.LogsResponse.FromString,
                 _registered_method=True)
+        self.Record = channel.unary_stream(
+                '/baton.v1.Worker/Record',
+                request_serializer=baton_dot_v1_dot_worker__pb2.RecordRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.RecordResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -532,6 +537,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Record(self, request, context):
+        """What the process has decided lately: a section of a recording.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -564,6 +576,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Logs,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.LogsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.LogsResponse.SerializeToString,
+            ),
+            'Record': grpc.unary_stream_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.RecordRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.RecordResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -740,6 +757,33 @@ class Worker:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Worker/Record',
+            baton_dot_v1_dot_worker__pb2.RecordRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.RecordResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class AdminStub:
     """Offered by the router on its own admin port.
@@ -790,6 +834,11 @@ class AdminStub:
                 '/baton.v1.Admin/Logs',
                 request_serializer=baton_dot_v1_dot_worker__pb2.AdminLogsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.LogsResponse.FromString,
+                _registered_method=True)
+        self.Record = channel.unary_stream(
+                '/baton.v1.Admin/Record',
+                request_serializer=baton_dot_v1_dot_worker__pb2.AdminRecordRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.RecordResponse.FromString,
                 _registered_method=True)
         self.Join = channel.unary_unary(
                 '/baton.v1.Admin/Join',
@@ -856,6 +905,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Record(self, request, context):
+        """What any process of the cluster has decided lately.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Join(self, request, context):
         """What a host needs that wants to start workers of this cluster. The first call gets a challenge, the second proves the cluster's key.
         """
@@ -905,6 +961,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Logs,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.AdminLogsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.LogsResponse.SerializeToString,
+            ),
+            'Record': grpc.unary_stream_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.AdminRecordRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.RecordResponse.SerializeToString,
             ),
             'Join': grpc.unary_unary_rpc_method_handler(
                     servicer.Join,
@@ -1129,6 +1190,33 @@ class Admin:
             '/baton.v1.Admin/Logs',
             baton_dot_v1_dot_worker__pb2.AdminLogsRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.LogsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Admin/Record',
+            baton_dot_v1_dot_worker__pb2.AdminRecordRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.RecordResponse.FromString,
             options,
             channel_credentials,
             insecure,

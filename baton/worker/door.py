@@ -9,6 +9,7 @@ from baton.cluster.errors import invalid
 from baton.cluster.records import Load, RoleName, WorkerRecord, WorkerState
 from baton.cluster.rpc import Answering, Context
 from baton.engine.core.block_key import KEY_BYTES
+from baton.recorder.recorder import Recorder, check_secret
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker.identity import Identity
 from baton.worker.role import Mounts
@@ -49,8 +50,10 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
         residue: Callable[[], Residue],
         set_roles: Callable[[Sequence[str]], Awaitable[Mounts]],
         bring: Callable[[Sequence[bytes], float], Awaitable[int]],
+        recorder: Recorder,
     ) -> None:
         """`bring`: see `baton.engine.core.contract.ServingEngine`, for a hint."""
+        self._recorder = recorder
         self._identity = identity
         self._probe = probe
         self._describe = describe
@@ -110,6 +113,14 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
             async with aclosing(log_file.read(self._identity.worker, request.lines, request.follow)) as texts:
                 async for text in texts:
                     yield worker_pb2.LogsResponse(text=text)
+
+    async def Record(self, request: worker_pb2.RecordRequest, context: Context) -> AsyncIterator[worker_pb2.RecordResponse]:
+        async with Answering(context):
+            self._identity.check(request.to)
+            check_secret(request.secret)
+            async with aclosing(self._recorder.stream(request.secret)) as pieces:
+                async for piece in pieces:
+                    yield worker_pb2.RecordResponse(lines=piece)
 
     async def SetRoles(self, request: worker_pb2.SetRolesRequest, context: Context) -> worker_pb2.SetRolesResponse:
         async with Answering(context):

@@ -36,11 +36,13 @@ from baton.cluster.records import BlockEvent, Load, RoleName, WorkerRecord, Work
 from baton.cluster.rpc import Server, Tasks
 from baton.cluster.tracing import make_tracer
 from baton.engine.core.contract import CacheEvent, Facts, Listener, ServingEngine
-from baton.engine.core.engine import Output
+from baton.engine.core.engine import Engine, Output
 from baton.engine.machine import quota_cores, usable_cores
 from baton.engine.options import Options
 from baton.engine.start import start_engine
+from baton.recorder.recorder import Recorder, digest_of
 from baton.v1 import worker_pb2_grpc
+from baton.worker import taped
 from baton.worker.colder import make_tiers, records
 from baton.worker.door import Probed, Residue, WorkerDoor
 from baton.worker.identity import Identity
@@ -112,6 +114,8 @@ class Host:
         self._stall = Stall(HUNG_S)
         self._held = 0  # leases, as of the last look: without a new look the load stays equal, so readers see that it is not news
         self.tasks = Tasks(stop.fail)
+        self.recorder = Recorder(config, self.name, role, digest_of(taped.MODULES))
+        stop.witness = self.recorder.dump
 
     async def open(self) -> None:
         """Raises the error that keeps the engine or the transport from starting."""
@@ -132,7 +136,8 @@ class Host:
         listener = Listener(self._on_step, self._on_cache, self._stop.fail, self._on_batch)
         given = await asyncio.to_thread(options, self.config, self.pool_config.gpus)  # it asks a driver
         self._tiers = tiers = make_tiers(self.config.tiers, lasting_name(self.role))
-        self.engine = engine = await start_engine(given, listener, starting.tell, tiers)
+        self.recorder.refused = f"its engine is {given.engine.kind}"  # unless it is ours
+        self.engine = engine = await start_engine(given, listener, starting.tell, tiers, self._follow)
         self._closers.push_async_callback(engine.close)
         if tiers is not None:
             self._closers.push_async_callback(asyncio.to_thread, tiers.close)
@@ -162,6 +167,13 @@ class Host:
         if not self.engine.traits.eos_token_ids:
             log.warning("no file of %s names an end token: outputs end at max_tokens, a stop token or a stop string", config.model.path)
 
+    def _follow(self, engine: Engine) -> None:
+        """Records what the engine decides from now on."""
+        recorder = self.recorder
+        recorder.refused = taped.unrecorded(engine)
+        if recorder.on and not recorder.refused:
+            recorder.sources.append(taped.EngineTape(recorder.span_s, recorder.most_bytes, engine).source)
+
     def _open_port(self) -> None:
         peers = Peers(self.name, self.incarnation, self.config.security)
         place = Place(self.name, self.incarnation, self.address)
@@ -177,7 +189,8 @@ class Host:
 
     async def serve(self) -> None:
         """Called when the roles have added their services to `server.grpc`."""
-        door = WorkerDoor(self.identity, self.probe, self.describe, self.engine.snapshot, self.residue, self.set_roles, self._bring)
+        says = self.probe, self.describe, self.engine.snapshot, self.residue, self.set_roles, self._bring
+        door = WorkerDoor(self.identity, *says, self.recorder)
         worker_pb2_grpc.add_WorkerServicer_to_server(door, self.server.grpc)
         await self.server.start()
         self._closers.push_async_callback(self.server.stop, 0.5)

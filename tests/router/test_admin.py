@@ -26,13 +26,15 @@ from baton.cluster.records import GpuRecord, Load, Pools, RouterRecord, StartRec
 from baton.cluster.rpc import Server, channel, to_error
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.sampling import SamplingParams
+from baton.recorder.recorder import SECRET_BYTES, Recorder
+from baton.recorder.recording import read
 from baton.simulate.memory_registry import MemoryRegistry
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.door import PAGE_KEYS, Probed, Residue, WorkerDoor
 from baton.worker.identity import Identity
 from baton.worker.role import Mounts
-from router.admin import AdminDoor
+from router.admin import AdminDoor, Own
 from router.admission import Admission
 from router.clients import GrpcWorkers
 from router.journal import Journal
@@ -99,9 +101,8 @@ async def administered(house: House, registry: MemoryRegistry, name: str, config
     """The router `name` over `house` and one worker that answers, as a member of the registry."""
     admission = Admission(4, 4)
     worker_server, admin_server = Server(Config(), 1 << 20), Server(Config(), 1 << 20)
-    door = WorkerDoor(
-        Identity("d0", 1, "model"), house.probe, house.describe, house.snapshot, lambda: Residue(1, 2, 3, 4), house.set_roles, house.bring
-    )
+    says = house.probe, house.describe, house.snapshot, lambda: Residue(1, 2, 3, 4), house.set_roles, house.bring
+    door = WorkerDoor(Identity("d0", 1, "model"), *says, Recorder(Config(), "d0", "decode"))
     worker_pb2_grpc.add_WorkerServicer_to_server(door, worker_server.grpc)
     address = worker_server.bind(0)
     house.says = record("d0", address=address, load=BUSY)
@@ -112,7 +113,8 @@ async def administered(house: House, registry: MemoryRegistry, name: str, config
     own = RouterRecord(name, 1, os.getpid(), "host", {"grpc": "127.0.0.1:9", "admin": admin_address}, "toy")
     peers = Peers(registry, name, Config())
     live = Live(house.view, watch, admission, house.journal, peers, lambda: own)
-    admin = AdminDoor(house.view, house.workers, watch, house.journal, live, peers, lambda: own, Joining(Config()))
+    its = Own(lambda: own, Joining(Config()), Recorder(Config(), name, "router"))
+    admin = AdminDoor(house.view, house.workers, watch, house.journal, live, peers, its)
     worker_pb2_grpc.add_AdminServicer_to_server(admin, admin_server.grpc)
     await asyncio.gather(worker_server.start(), admin_server.start(), registry.join(own))
     looking = asyncio.create_task(peers.run(admission))
@@ -175,6 +177,38 @@ async def test_any_router_shows_the_log_of_any_process(tmp_path: Path, monkeypat
             assert said in str(refused.value.details())
         with pytest.raises(grpc.RpcError, match="lines: must be from 0"):
             await log(second, "router-0", lines=1 << 30)
+
+
+async def test_any_router_gives_the_recording_of_any_process(tmp_path: Path) -> None:
+    registry, houses = MemoryRegistry(), (House(), House())
+
+    async def recorded(stub: Any, name: str, secret: bytes = bytes(SECRET_BYTES)) -> str:
+        path = tmp_path / "section.jsonl"
+        answers = stub.Record(pb.AdminRecordRequest(name=name, secret=secret), timeout=20)
+        path.write_bytes(b"".join([answer.lines async for answer in answers]))
+        [section] = read(path)
+        return str(section.head["process"])
+
+    async with administered(houses[0], registry, "router-0") as stub, administered(houses[1], registry, "router-1"):
+        await until_routers(stub, ["router-0", "router-1"])
+        for name in ("router-0", "router-1", "d0"):
+            assert await recorded(stub, name) == name
+        for name, said in (("d9", "there is no process 'd9'; known processes: router-0, router-1, d0, p0"), ("p0", "p0 does not answer: ")):
+            with pytest.raises(grpc.RpcError) as refused:
+                await recorded(stub, name)
+            assert said in str(refused.value.details())
+        with pytest.raises(grpc.RpcError, match="secret: must be 32 bytes"):
+            await recorded(stub, "d0", b"short")
+
+
+async def test_one_reader_of_a_recording_at_a_time() -> None:
+    recorder = Recorder(Config(), "router-0", "router")
+    first = recorder.stream(bytes(SECRET_BYTES))
+    await anext(first)
+    with pytest.raises(BatonError, match="router-0 is being recorded already"):
+        await anext(recorder.stream(bytes(SECRET_BYTES)))
+    await first.aclose()
+    assert [piece async for piece in recorder.stream(bytes(SECRET_BYTES))]
 
 
 async def test_a_cluster_ends_only_if_someone_runs_it(house: tuple[House, Any]) -> None:

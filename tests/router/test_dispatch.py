@@ -18,7 +18,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Load, WorkerRecord
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.toy import naive
-from router import choosing, dispatch
+from router import choosing, dispatch, policy
 from router.dispatch import Dispatcher
 from router.policy import choose_prefill
 from router.request import Request, Stopwatch, Trace
@@ -136,7 +136,7 @@ async def test_choices_of_many_requests_are_spread_over_turns(monkeypatch: pytes
     work = TurnWork()
     monkeypatch.setattr(choosing, "CHOSEN_A_TURN", 100)
     for choose in ("choose_prefill", "choose_decode"):
-        monkeypatch.setattr(choosing, choose, work.counted(getattr(choosing, choose)))
+        monkeypatch.setattr(policy, choose, work.counted(getattr(policy, choose)))
     world = World("p0 d0 d1")
     fail(world, "d0", tokens=3, times=50)
     with work.watched():
@@ -557,7 +557,7 @@ async def test_of_a_thousand_who_wait_only_the_first_looks_and_only_when_somethi
         looks += 1
         return choose_prefill(*arguments)
 
-    monkeypatch.setattr(choosing, "choose_prefill", counted)
+    monkeypatch.setattr(policy, "choose_prefill", counted)
     world = World()
     world.view.update([record("p0"), record("d0", load=FULL)], 1.0)
     serving = [asyncio.create_task(world.serve()) for _ in range(1000)]
