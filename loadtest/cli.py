@@ -48,27 +48,27 @@ RUN_S, SEEDS = 20.0, "1,2,3,4,5,6"  # where nothing is given; `compare` fits bot
 @takes(Target, Measured, Entrance, Place, Identity, Load)
 def run(target: Target, measured: Measured, entrance: Entrance, place: Place, identity: Identity, load: Load) -> None:
     """Measure one endpoint at one rate."""
-    with _failing():
+    with failing():
         from loadtest.measure import measure_endpoint
 
         found = find(entrance.door, place, identity)
-        plan = _plan(target.slo, measured, _access(entrance, found.identity), load)
-        _report(asyncio.run(measure_endpoint(plan, found.address, _positive("rate", target.rate))), measured.out)
+        plan = plan_of(target.slo, measured, _access(entrance, found.identity), load)
+        report_on(asyncio.run(measure_endpoint(plan, found.address, _positive("rate", target.rate))), measured.out)
 
 
 @app.command()
 @takes(Arms, Measured, Entrance, Identity, Load)
 def compare(arms: Arms, measured: Measured, entrance: Entrance, identity: Identity, load: Load) -> None:
     """Is it worth separating prefill and decode? Every arm gets the same hardware and the same requests."""
-    with _failing():
+    with failing():
         own = identify(identity)
         trusted = forwarded(own) if arms.kubernetes and not arms.address else own
         # Every answered request meets the time-out, until a look at the first arm has proposed objectives.
-        plan = _plan(arms.slo or f"ttft={measured.timeout}s", measured, _access(entrance, trusted), load)
+        plan = plan_of(arms.slo or f"ttft={measured.timeout}s", measured, _access(entrance, trusted), load)
         given = {"slo": arms.slo, "rates": arms.rates, "duration": load.duration, "seeds": measured.seeds}
         chosen = frozenset(name for name, value in given.items() if value is None)
         release = _release(arms, entrance, own, plan)
-        _report(asyncio.run(_compared(arms, chosen, plan, release)), measured.out)
+        report_on(asyncio.run(_compared(arms, chosen, plan, release)), measured.out)
 
 
 async def _compared(arms: Arms, chosen: frozenset[str], plan: "Plan", release: "Release | None") -> "Campaign":
@@ -102,13 +102,13 @@ def replay(
     from loadtest.campaign import Campaign, merge
     from loadtest.slo import Slo
 
-    with _failing():
+    with failing():
         objectives = None if slo is None else Slo.parse(slo)
         if out_ is None and (len(folders) > 1 or objectives is not None):
             what = "the joined parts of a campaign" if len(folders) > 1 else "other objectives"
             raise ValueError(f"out: {what} need a report folder of their own; name it with --out")
         campaign = merge([Campaign.load(folder) for folder in folders])
-        _report(campaign if objectives is None else replace(campaign, slo=objectives), out_ or folders[0])
+        report_on(campaign if objectives is None else replace(campaign, slo=objectives), out_ or folders[0])
 
 
 @app.command()
@@ -117,11 +117,11 @@ def diff(one: Path, other: Path) -> None:
     from loadtest.campaign import Campaign
     from loadtest.report import compare_runs
 
-    with _failing():
+    with failing():
         out.print(compare_runs(Campaign.load(one), Campaign.load(other)))
 
 
-def _report(campaign: "Campaign", folder: Path) -> None:
+def report_on(campaign: "Campaign", folder: Path) -> None:
     """Raises RuntimeError if no run counts, and typer.Exit if arms were compared without a verdict: a script must not mistake either for a
     result."""
     from loadtest.campaign import Campaign
@@ -165,8 +165,9 @@ async def _calibrated(plan: "Plan", comparison: "Comparison") -> tuple["Plan", "
     return plan, replace(comparison, rates=rates, within_s=within_s, start_s=seen.start_s, proposed=told)
 
 
-def _plan(slo_text: str, measured: Measured, access: "Access", load: Load) -> "Plan":
-    """Raises ValueError."""
+def plan_of(slo_text: str, measured: Measured, access: "Access | None", load: Load) -> "Plan":
+    """`access`: None where no endpoint is asked. Raises ValueError."""
+    from loadtest.access import Access
     from loadtest.plan import Plan, Workload
     from loadtest.slo import Slo
 
@@ -196,7 +197,7 @@ def _plan(slo_text: str, measured: Measured, access: "Access", load: Load) -> "P
         warm_up_s=measured.warm_up,
         cool_down_s=measured.cool_down,
         timeout_s=measured.timeout,
-        access=access,
+        access=access or Access(),
         show=_show,
         note=lambda line: err.print(line, markup=False, soft_wrap=True),
     )
@@ -333,8 +334,8 @@ def _model(name: str) -> str:
 
 
 @contextmanager
-def _failing() -> Iterator[None]:
-    """Reports an error on stderr in one line. Exit code 2: an error in the input; 1: any other; `_report` adds NO_VERDICT."""
+def failing() -> Iterator[None]:
+    """Reports an error on stderr in one line. Exit code 2: an error in the input; 1: any other; `report_on` adds NO_VERDICT."""
     try:
         yield
     except typer.Exit:  # a RuntimeError, too

@@ -142,6 +142,7 @@ class Member:
 class Members:
     def __init__(self, absent_s: float = ABSENT_S) -> None:
         self.version = 0  # grows with every change of a member; equal versions have equal workers
+        self.shape = 0  # grows with every change but those of loads alone, which come with each probe of each worker
         self._absent_s = absent_s
         self._members: dict[str, Member] = {}
         self._epoch = 0
@@ -164,6 +165,7 @@ class Members:
             changes += self._note(record, before, present)
         changes += self._drop_absent(now, present)
         self.version += 1
+        self.shape += 1
         return changes
 
     def tell(self) -> None:
@@ -223,6 +225,7 @@ class Members:
         member = self._member(name, incarnation)
         if member is None:
             return
+        before = member.record.state, member.record.roles, member.health
         member.note_presence("answered")
         if state == "ready":
             member.note_health("answer")
@@ -232,7 +235,7 @@ class Members:
         member.record = replace(member.record, state=state, load=load, roles=roles or member.record.roles)
         if news:
             member.covers = epoch
-        self._change()
+        self._change((member.record.state, member.record.roles, member.health) != before)
 
     def note_others(self, name: str, incarnation: int, tokens: int, now: float) -> None:
         """Notes how many uncached tokens of other routers' prompts a process had at a probe."""
@@ -281,6 +284,11 @@ class Members:
     def find(self, name: str) -> WorkerRecord | None:
         member = self._members.get(name)
         return member.record if member else None
+
+    def find_all(self, names: Iterable[str]) -> list[WorkerRecord]:
+        """The records of members. Raises KeyError for any other name."""
+        members = self._members
+        return [members[name].record for name in names]
 
     def record(self, name: str) -> WorkerRecord:
         """The record of a member. Raises KeyError for any other name."""
@@ -368,8 +376,9 @@ class Members:
                 changes.append(Left(member.record))
         return changes
 
-    def _change(self) -> None:
+    def _change(self, shape: bool = True) -> None:
         self.version += 1
+        self.shape += shape
         self.tell()
 
 

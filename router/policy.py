@@ -334,9 +334,10 @@ def _takes(model: ServedModel, candidate: _Candidate, longest: int) -> bool:
 
 
 def _candidate(model: ServedModel, worker: WorkerRecord, held: Held, terms: Terms) -> _Candidate:
-    overlap, size = held.device.get(worker.name, 0), worker.block_size
-    reached = held.counted(worker.name, held.anywhere.get(worker.name, 0), size)
-    known = max(held.counted(worker.name, overlap, size), reached - _load_cost(model, worker, held, terms) if reached else 0.0)
+    overlap, reach, size, known = held.device.get(worker.name, 0), held.anywhere.get(worker.name, 0), worker.block_size, 0.0
+    if overlap or reach:  # of a thousand workers, few have any of a prompt
+        loaded = held.counted(worker.name, reach, size) - _load_cost(model, worker, held, terms) if reach else 0.0
+        known = max(held.counted(worker.name, overlap, size), loaded)
     credit = worker.load.credit_tokens - model.members.unreported_decode_tokens(worker.name)
     promised = worker.kv_blocks * size - credit
     return _Candidate(worker.name, overlap, promised + worker.load.waiting_tokens - terms.overlap_weight * known, credit)

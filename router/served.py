@@ -43,8 +43,9 @@ class ServedModel:
         self.served: Served | None = None  # None until the first decode worker is ready
         self._workers: dict[str, int] = {}  # this model's members, fit or not → incarnation
         self._misfits: dict[str, str] = {}  # those that do not fit → field
-        self._version = -1  # of the members, for what follows: many requests choose between two changes
+        self._version = self._shape = -1  # of the members, for what follows: many requests choose between two changes
         self._usable: dict[RoleName, list[WorkerRecord]] = {}
+        self._names: dict[RoleName, list[str]] = {}  # of those
         self._pools: dict[RoleName, tuple[tuple[str, int], ...]] = {}
 
     def judge(self, workers: Collection[WorkerRecord]) -> list[Refused]:
@@ -117,12 +118,17 @@ class ServedModel:
         if self._version != self.members.version:
             self._version = self.members.version
             self._usable.clear()
+        if self._shape != self.members.shape:
+            self._shape = self.members.shape
+            self._names.clear()
             self._pools.clear()
 
     def _usable_of(self, role: RoleName) -> list[WorkerRecord]:
         self._renew()
         if role not in self._usable:
-            self._usable[role] = self._find_usable(role)
+            if role not in self._names:
+                self._names[role] = [record.name for record in self._find_usable(role)]
+            self._usable[role] = self.members.find_all(self._names[role])
         return self._usable[role]
 
     def _find_usable(self, role: RoleName) -> list[WorkerRecord]:

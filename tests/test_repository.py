@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     "baton", "baton.access", "baton.cli", "baton.cluster", "baton.engine", "baton.engine.core", "baton.engine.cpu", "baton.engine.facts",
     "baton.engine.gpu", "baton.engine.grammars", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models", "baton.plan",
-    "baton.profile", "baton.recorder", "baton.simulate", "baton.tiers", "baton.worker",
+    "baton.predict", "baton.profile", "baton.recorder", "baton.simulate", "baton.tiers", "baton.worker",
     "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
 )  # fmt: skip
 WORKER = {"baton.clock", "baton.engine", "baton.cluster", "baton.moves", "baton.recorder", "baton.tiers", "baton.v1", "kvtransfer"}
@@ -69,6 +69,16 @@ ARROWS = {
     "baton.launch": {"baton.clock", "baton.cluster", "baton.engine.options", "baton.moves", "baton.v1"},
     "baton.models": {"baton.engine.build", "baton.engine.core", "baton.engine.facts", "baton.engine.model", "baton.engine.options"},
     "baton.plan": {"baton.engine.facts.fields", "baton.profile"},
+    "baton.predict": {
+        "baton.client",
+        "baton.cluster",
+        "baton.profile",
+        "baton.simulate",
+        "baton.stages",
+        "baton.v1",
+        "loadtest",
+        "router.request",
+    },
     "baton.profile": set(),
     "baton.recorder": {"baton.cluster"},
     "baton.simulate": {
@@ -395,6 +405,7 @@ OTHER_CLOCKS = {
     "baton/cli/": "a command: the person's time",
     "baton/models/": "a command: the person's time",
     "loadtest/": "a command: it measures from outside",
+    "baton/predict/measure.py": "a command: it measures from outside",
     "baton/client.py": "an application's thread, without a loop",
     "baton/cluster/gpu_watch.py": "a thread, which waits for a driver",
     "baton/launch/kubernetes_": "waits of threads, and of commands",

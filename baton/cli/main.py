@@ -48,8 +48,8 @@ from baton.cli.options import (
     numbers,
 )
 from baton.cli.origins import origins
+from baton.cli.predict import register
 from baton.cli.record import record, replay_run
-from baton.cli.size import size
 from baton.client import Client, Stream
 from baton.cluster import config_layers as configuration
 from baton.cluster.config import Config, ConfigError
@@ -63,7 +63,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_e
 config_app = typer.Typer(no_args_is_help=True, help="Show the configuration: the values in force, or the schema.")
 app.add_typer(config_app, name="config")
 app.add_typer(loadtest_app, name="loadtest")
-for command in (size, record, replay_run):
+register(app)
+for command in (record, replay_run):
     app.command()(command)
 PIPE_WIDTH = 180  # columns of a table that does not go to a terminal
 out, err = (

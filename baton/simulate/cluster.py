@@ -18,6 +18,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.simulate.cores import Computes
 from baton.simulate.memory_registry import MemoryRegistry
+from baton.simulate.onlooker import Onlooker
 from baton.simulate.workers import Fleet, ModelledWorkers, Times
 from router.admission import Admission
 from router.dispatch import Dispatcher
@@ -53,7 +54,7 @@ def worker(name: str, role: RoleName, sizes: Sizes) -> WorkerRecord:
     load = Load(credit_tokens=sizes.kv_blocks * size, free_blocks=sizes.kv_blocks)
     return WorkerRecord(
         name, role, f"{name}:1", 1, "ready", 1, "host", "model", "model", TOKENIZER, size, sizes.max_model_len, sizes.kv_blocks, "model",
-        load, max_num_seqs=sizes.max_num_seqs,
+        load, roles=(role,), max_num_seqs=sizes.max_num_seqs,
     )  # fmt: skip
 
 
@@ -107,12 +108,15 @@ class SimulatedCluster:
         slo: SloConfig | None = None,
         routers: int = 1,
         cores: Computes | None = None,
+        stride: int = 1,
     ) -> None:
-        """`cores`: which all processes share; None: each has its own."""
+        """`cores`: which all processes share; None: each has its own. `stride` above 1 is for large clusters: so many steps of a decode at
+        most are simulated as one (`ModelledEngine`), and routers hear of workers as `baton.simulate.onlooker` has it."""
         roles: tuple[tuple[RoleName, int], ...] = (("prefill", sizes.prefill), ("decode", sizes.decode))
         self.records = [worker(f"{role}-{number}", role, sizes) for role, size in roles for number in range(size)]
         self.registry = MemoryRegistry(now=loop_time)
-        self.fleet = Fleet(self.records, times, self.registry, sizes.limits, cores)
+        self.fleet = Fleet(self.records, times, self.registry, sizes.limits, cores, stride)
+        self._light = stride > 1
         seen = [ModelledWorkers(self.fleet, f"router-{number}") for number in range(routers)]
         self.routers = [SimulatedRouter(self.records, workers, self.registry, config, slo or SloConfig()) for workers in seen]
         self._numbers = count()
@@ -123,9 +127,11 @@ class SimulatedCluster:
         failures: list[BaseException] = []
         tasks = Tasks(failures.append)
         await self.beat()
-        tasks.start(self._beat(beat_s), "heartbeats")
+        if not self._light:
+            tasks.start(self._beat(beat_s), "heartbeats")
         for router in self.routers:
-            tasks.start(router.watch.run(), "watch")
+            onlooker = Onlooker(router.view, self.registry, self.fleet) if self._light else router.watch
+            tasks.start(onlooker.run(), "watch")
         try:
             yield
         finally:

@@ -89,7 +89,8 @@ class MemoryRegistry:
                 return [], after
             self._reach()
         found = []
-        for entry_id, fields in islice((entry for entry in self._entries if entry[0] > cursor), EVENTS_BATCH):
+        unread = [*islice(reversed(self._entries), self._last_id - cursor)]  # numbers have no gaps
+        for entry_id, fields in reversed(unread[-EVENTS_BATCH:]):
             after = str(entry_id)
             try:
                 found.append(BlockEvent.from_fields(fields))

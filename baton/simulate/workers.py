@@ -14,12 +14,12 @@ from baton.cluster.handoff import Handoff
 from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from baton.cluster.registry import Registry
 from baton.engine.core.block_key import root_key
-from baton.engine.core.contract import CacheEvent, Listener
+from baton.engine.core.contract import CacheEvent, Facts, Listener
 from baton.engine.core.engine import Output, Refused
-from baton.engine.core.protocol import Chunk
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.profile.file import Profile
+from baton.profile.models import Work
 from baton.simulate.cores import Computes, Own, Thread
 from baton.simulate.engine import ModelledEngine, ModelledRunner, Pace, ProfiledPace
 from baton.worker.prompts import Prompts
@@ -34,7 +34,7 @@ ROOM_POLL_S = 0.02
 class Times:
     """How long things take, in seconds."""
 
-    pace: Callable[[Seq[Chunk]], float] = field(default_factory=Pace)
+    pace: Callable[[Work], float] = field(default_factory=Pace)
     handoff_s: float = 0.005
     handoff_token_s: float = 0.0  # for each position of KV that is moved
     travel_s: float = 0.0003  # of a message between two processes
@@ -52,7 +52,7 @@ class Times:
 
 
 class ModelledWorker:
-    def __init__(self, record: WorkerRecord, times: Times, registry: Registry, limits: Limits, cores: Computes) -> None:
+    def __init__(self, record: WorkerRecord, times: Times, registry: Registry, limits: Limits, cores: Computes, stride: int) -> None:
         self.record = record
         self.thread = Thread(cores)  # of its event loop
         self._registry, self._travel_s = registry, times.travel_s
@@ -60,7 +60,7 @@ class ModelledWorker:
         self.prompts = Prompts()
         self._told: dict[str, asyncio.Queue[Output]] = {}  # sequence → what its steps brought
         runner = ModelledRunner(times.pace, record.kv_blocks, record.block_size, record.max_model_len)
-        self.engine = ModelledEngine(runner, limits, Listener(self._on_step, self._cached.put_nowait, self._on_failure), cores)
+        self.engine = ModelledEngine(runner, limits, Listener(self._on_step, self._cached.put_nowait, self._on_failure), cores, stride)
         self.engine.start()
         self._publishing = asyncio.create_task(self._publish())
 
@@ -76,8 +76,11 @@ class ModelledWorker:
             del self._told[seq.id]
 
     async def load(self) -> Load:
-        now = await self.engine.look()
-        return Load(now.running, now.waiting, now.free_blocks, now.credit_tokens, now.cached_blocks, 0, now.waiting_tokens)
+        return _load(await self.engine.look())
+
+    def load_now(self) -> Load:
+        """Without waiting for a step to end."""
+        return _load(self.engine.facts())
 
     async def close(self) -> None:
         self._publishing.cancel()
@@ -103,12 +106,18 @@ class Fleet:
     """All workers of a cluster, as they are."""
 
     def __init__(
-        self, records: Iterable[WorkerRecord], times: Times, registry: Registry, limits: Limits, cores: Computes | None = None
+        self,
+        records: Iterable[WorkerRecord],
+        times: Times,
+        registry: Registry,
+        limits: Limits,
+        cores: Computes | None = None,
+        stride: int = 1,
     ) -> None:
-        """`cores`: shared by all; None: each process has its own."""
+        """`cores`: shared by all; None: each process has its own. `stride`: see `ModelledEngine`."""
         self.times = times
         self.cores = cores or Own()
-        self.workers = {record.name: ModelledWorker(record, times, registry, limits, self.cores) for record in records}
+        self.workers = {record.name: ModelledWorker(record, times, registry, limits, self.cores, stride) for record in records}
         self.numbers = count(1)
         self.leases: dict[bytes, tuple[str, str]] = {}  # handle → holder and its sequence
 
@@ -276,3 +285,7 @@ def _token(output: Output) -> Token:
     if output.sampled is None:
         raise failure(output)
     return Token(output.sampled.token)
+
+
+def _load(now: Facts) -> Load:
+    return Load(now.running, now.waiting, now.free_blocks, now.credit_tokens, now.cached_blocks, 0, now.waiting_tokens)

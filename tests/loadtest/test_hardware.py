@@ -130,7 +130,7 @@ def test_gpus_that_are_not_there_are_refused_with_the_reason() -> None:
 )
 def test_flags_that_contradict_are_bad_input(flags: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Before the model of default is made, which takes a while."""
-    with pytest.raises(typer.Exit) as ended, cli._failing():
+    with pytest.raises(typer.Exit) as ended, cli.failing():
         cli._comparison(Arms(**flags), frozenset())
     said = capsys.readouterr().err
     assert ended.value.exit_code == 2 and why.split(" ")[0] in said and "Traceback" not in said

@@ -66,7 +66,7 @@ def test_every_flag_reaches_the_plan() -> None:
     load = options.Load(**OTHERS)
     assert {field.name for field in fields(options.Load)} == OTHERS.keys()
     measured = options.Measured(warm_up=4.0, cool_down=5.0, timeout=6.0, seeds="9,8")
-    plan = cli._plan("ttft=1s", measured, cli._access(options.Entrance(door="http"), Identity(api_key="k")), load)
+    plan = cli.plan_of("ttft=1s", measured, cli._access(options.Entrance(door="http"), Identity(api_key="k")), load)
     assert plan.workload == Workload(**{("duration_s" if name == "duration" else name): value for name, value in OTHERS.items()})
     assert (plan.warm_up_s, plan.cool_down_s, plan.timeout_s, plan.seeds) == (4.0, 5.0, 6.0, (9, 8))
     assert (plan.access.protocol, plan.access.api_key, plan.access.tls) == ("http", "k", None)

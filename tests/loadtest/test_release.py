@@ -283,7 +283,7 @@ def test_arms_of_a_release_are_sizes_and_nothing_else() -> None:
     ],
 )
 def test_flags_that_a_release_decides_itself_are_bad_input(flags: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as ended, cli._failing():
+    with pytest.raises(typer.Exit) as ended, cli.failing():
         cli._release(Arms(**flags), Entrance(), Identity(), None)  # type: ignore[arg-type]
     assert ended.value.exit_code == 2 and why in capsys.readouterr().err
 

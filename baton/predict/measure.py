@@ -1,0 +1,344 @@
+"""Measures what the models of a profile need, from outside: on clusters of the given configuration that it starts, one after the other.
+
+    colocated   one worker that does both: prompts of several lengths and cached shares, one at a time; batches that decode over several
+                contexts; prompts among decodes. Each time is a sum of steps, so all go into one fit.
+    split       one prefill and one decode worker: handoffs, by the bytes of their KV
+    pair        two workers that do both, alone and at once: how two busy cores slow each other
+
+Processor time of router, workers and this process is what the system has counted, less what they use at rest. The machine must do nothing
+else; `load` in the profile says whether it did.
+"""
+
+import asyncio
+import os
+import random
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+
+import grpc
+
+from baton.client import AsyncClient, Result
+from baton.profile.file import Profile
+from baton.profile.fit import fit
+from baton.profile.models import NUMBERS, Fitted, Work, step_seconds, works_of_prompt
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from loadtest.campaign import this_machine
+from loadtest.cluster import RunningCluster
+
+Rows = list[tuple[Mapping[str, float], float]]
+STEP = ("path", "step", "tokens", "pairs", "decodes", "context", "mixed")
+FIRST_ID, VOCAB = 10, 256
+TIMEOUT_S = 60.0
+LEAST_S = 1e-5  # of a difference that is fitted
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """How much is measured."""
+
+    prompts: tuple[int, ...] = (32, 64, 128, 256, 512, 768, 1024)
+    cached: tuple[float, ...] = (0.0, 0.5, 0.85)
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    contexts: tuple[int, ...] = (32, 256, 900)
+    among: tuple[int, ...] = (2, 6)  # decodes
+    tokens: int = 48  # of a batch that decodes
+    repeats: int = 4
+    requests: int = 60  # of one measurement of processor time
+
+
+QUICK = Amount((64, 256, 768), (0.0, 0.5), (1, 4, 8), (32, 512), (4,), 24, 2, 20)
+Note = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Heard:
+    """One answer: seconds from its request to each token."""
+
+    times: list[float]
+    result: Result
+
+
+@dataclass(slots=True)
+class Asker:
+    """Sends prompts that no other has sent, unless told so."""
+
+    client: AsyncClient
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def prompt(self, tokens: int) -> list[int]:
+        return [self.rng.randrange(FIRST_ID, VOCAB) for _ in range(tokens)]
+
+    async def ask(self, prompt: Sequence[int], tokens: int, on_first: Callable[[], None] = lambda: None) -> Heard:
+        began, times = time.perf_counter(), list[float]()
+        options = {"token_ids": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "timeout_s": TIMEOUT_S}
+        async with self.client.generate(**options) as stream:  # type: ignore[arg-type]
+            async for _ in stream:
+                times.append(time.perf_counter() - began)
+                if len(times) == 1:
+                    on_first()
+            return Heard(times, stream.result)
+
+
+@dataclass(slots=True)
+class Processes:
+    """The processes of a cluster, and what its workers told."""
+
+    router: int
+    workers: list[int]
+    facts: dict[str, int]
+
+    @classmethod
+    def of(cls, admin: str) -> "Processes":
+        with grpc.insecure_channel(admin, [("grpc.enable_http_proxy", 0)]) as channel:
+            told = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
+        records = [worker.record for worker in told.workers]
+        names = ("block_size", "max_model_len", "kv_blocks", "max_num_seqs")
+        return cls(told.router.pid, [record.pid for record in records], {name: int(getattr(records[0], name)) for name in names})
+
+    def used(self) -> dict[str, float]:
+        """Processor seconds so far. A worker's engine is the thread that has used the most, and does not count."""
+        beside = 0.0
+        for pid in self.workers:
+            threads = _threads(pid)
+            beside += sum(threads) - max(threads)
+        return {"router": sum(_threads(self.router)), "worker": beside, "client": time.process_time()}
+
+
+def _threads(pid: int) -> list[float]:
+    """Processor seconds of each thread."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            found.append(int((task / "schedstat").read_text().split()[0]) / 1e9)
+        except OSError:
+            continue
+    return found
+
+
+@dataclass(slots=True)
+class Measured:
+    """Rows for the fits, by model."""
+
+    rows: dict[str, Rows] = field(default_factory=lambda: {"step": [], "router": [], "worker": [], "client": []})
+    handoffs: list[tuple[int, int, float]] = field(default_factory=list)  # context, bytes, seconds from the first token to the second
+    starts: list[float] = field(default_factory=list)
+    pairs: list[float] = field(default_factory=list)
+    facts: dict[str, int] = field(default_factory=dict)
+
+
+async def measure(settings: Mapping[str, str], amount: Amount, chunk: int, note: Note = lambda line: None) -> Measured:
+    """`settings`: the configuration, as `section.key`, but the sizes of the pools. `chunk`: tokens of a step. Raises ClusterError,
+    GenerateError."""
+    found = Measured()
+    arrangements: tuple[tuple[str, int, int, Callable[[Asker, Processes], Awaitable[None]]], ...] = (
+        ("colocated", 0, 1, lambda asker, processes: _colocated(found, asker, processes, amount, chunk)),
+        ("split", 1, 1, lambda asker, processes: _split(found, asker, processes, amount, chunk)),
+        ("pair", 0, 2, lambda asker, processes: _pair(found, asker, amount)),
+    )
+    for name, prefill, decode, work in arrangements:
+        note(f"{name}: {prefill} prefill and {decode} decode workers")
+        sizes = {"prefill.replicas": str(prefill), "decode.replicas": str(decode), "router.bypass_tokens": "0"}
+        async with _running({**settings, **sizes}, found) as (asker, processes):
+            await work(asker, processes)
+    return found
+
+
+@asynccontextmanager
+async def _running(settings: Mapping[str, str], found: Measured) -> AsyncIterator[tuple[Asker, Processes]]:
+    began = time.perf_counter()
+    async with RunningCluster(settings, "profile") as endpoints, AsyncClient(endpoints["grpc"], max_resumes=0) as client:
+        asker = Asker(client)
+        for tokens in (16, 16, 200, 200):
+            await asker.ask(asker.prompt(tokens), 4)
+        found.starts.append(time.perf_counter() - began)
+        processes = Processes.of(endpoints["admin"])
+        found.facts = processes.facts
+        yield asker, processes
+
+
+async def _colocated(found: Measured, asker: Asker, processes: Processes, amount: Amount, chunk: int) -> None:
+    rows = found.rows["step"]
+    await _prompts(rows, asker, amount, chunk)
+    for context in amount.contexts:
+        for batch in amount.batches:
+            await _batch(rows, asker, batch, context, amount)
+    for decodes in amount.among:
+        for tokens in amount.prompts[2:]:
+            await _among(rows, asker, decodes, tokens, amount, chunk)
+    await _costs(found, asker, processes, amount, calls=1)
+
+
+async def _split(found: Measured, asker: Asker, processes: Processes, amount: Amount, chunk: int) -> None:
+    for tokens in amount.prompts:
+        for _ in range(amount.repeats):
+            heard = await asker.ask(asker.prompt(tokens), 4)
+            found.rows["step"].append((_first(works_of_prompt(tokens, 0, chunk)), heard.times[0]))
+            found.handoffs.append((tokens, int(heard.result.handoff["bytes"]), heard.times[1] - heard.times[0]))
+    await _costs(found, asker, processes, amount, calls=2)
+
+
+async def _prompts(rows: Rows, asker: Asker, amount: Amount, chunk: int) -> None:
+    for tokens in amount.prompts:
+        for share in amount.cached:
+            times, cached = [], 0
+            for _ in range(amount.repeats):
+                prompt = asker.prompt(tokens)
+                if share:
+                    await asker.ask(prompt[: int(tokens * share)], 1)
+                heard = await asker.ask(prompt, 1)
+                times.append(heard.times[0])
+                cached = heard.result.usage.cached_tokens
+            rows.append((_first(works_of_prompt(tokens, cached, chunk)), median(times)))
+
+
+async def _batch(rows: Rows, asker: Asker, batch: int, context: int, amount: Amount) -> None:
+    """Steps while all decode: from the last first token to the first last one."""
+    begun = time.perf_counter()
+    starts = [0.0] * batch
+
+    async def one(i: int) -> list[float]:
+        starts[i] = time.perf_counter() - begun
+        heard = await asker.ask(asker.prompt(context), amount.tokens + 2 * batch)
+        return [starts[i] + at for at in heard.times]
+
+    streams = await asyncio.gather(*(one(i) for i in range(batch)))
+    first, last = max(times[0] for times in streams), min(times[-1] for times in streams)
+    gaps = [len([at for at in times if first < at <= last]) for times in streams]
+    if last > first and min(gaps) > 2:
+        steps = mean(gaps)
+        grown = context + amount.tokens / 2
+        rows.append((_sum([Work(decodes=batch, context=int(batch * grown))]), (last - first) / steps))
+
+
+async def _among(rows: Rows, asker: Asker, decodes: int, tokens: int, amount: Amount, chunk: int) -> None:
+    """The time to the first token of a prompt that others decode beside. It waits for the step under way, half a step on average."""
+    context, running, all_run = 64, 0, asyncio.Event()
+
+    def on_first() -> None:
+        nonlocal running
+        running += 1
+        if running == decodes:
+            all_run.set()
+
+    others = [asyncio.create_task(asker.ask(asker.prompt(context), 160, on_first)) for _ in range(decodes)]
+    await all_run.wait()
+    times = [(await asker.ask(asker.prompt(tokens), 1)).times[0] for _ in range(2)]
+    if any(task.done() for task in others):
+        times = times[:1]
+    await asyncio.gather(*others)
+    beside = decodes * (context + 40)
+    works = [Work(work.tokens, work.pairs, decodes, beside) for work in works_of_prompt(tokens, 0, max(1, chunk - decodes))]
+    counts = _first(works)
+    for name, count in _sum([Work(decodes=decodes, context=beside)]).items():
+        counts[name] = counts.get(name, 0.0) + count / 2
+    rows.append((counts, mean(times)))
+
+
+async def _costs(found: Measured, asker: Asker, processes: Processes, amount: Amount, calls: int) -> None:
+    """Processor time of requests with few tokens and with many. `calls`: of workers, for each request that decodes."""
+    before, began = processes.used(), time.perf_counter()
+    await asyncio.sleep(1.0)
+    rest = {name: (used - before[name]) / (time.perf_counter() - began) for name, used in processes.used().items()}
+    for tokens in (2, 40):
+        for _ in range(2):
+            before, began = processes.used(), time.perf_counter()
+            gate = asyncio.Semaphore(4)
+
+            async def one(tokens: int, gate: asyncio.Semaphore) -> None:
+                async with gate:
+                    await asker.ask(asker.prompt(48), tokens)
+
+            await asyncio.gather(*(one(tokens, gate) for _ in range(amount.requests)))
+            passed = time.perf_counter() - began
+            for name, used in processes.used().items():
+                counts = {"request": amount.requests * (1 if name == "client" else calls), "token": amount.requests * tokens}
+                found.rows[name].append((counts, max(LEAST_S, used - before[name] - rest[name] * passed)))
+
+
+async def _pair(found: Measured, asker: Asker, amount: Amount) -> None:
+    """Prompts for one worker alone, and for both at once."""
+    tokens = amount.prompts[-1]
+
+    async def several() -> None:
+        for _ in range(amount.repeats):
+            await asker.ask(asker.prompt(tokens), 1)
+
+    for _ in range(2):
+        times = []
+        for streams in (1, 2):
+            began = time.perf_counter()
+            await asyncio.gather(*(several() for _ in range(streams)))
+            times.append(time.perf_counter() - began)
+        found.pairs.append(min(1.0, times[0] / times[1]))
+
+
+def _sum(works: Sequence[Work]) -> dict[str, float]:
+    """How often each number of a step enters."""
+    return {
+        "step": float(len(works)),
+        "tokens": float(sum(work.tokens for work in works)),
+        "pairs": float(sum(work.pairs for work in works)),
+        "decodes": float(sum(work.decodes for work in works)),
+        "context": float(sum(work.context for work in works)),
+        "mixed": float(sum(work.mixed for work in works)),
+    }
+
+
+def _first(works: Sequence[Work]) -> dict[str, float]:
+    """Of a time to the first token."""
+    return {"path": 1.0, **_sum(works)}
+
+
+def profile_of(found: Measured, model: str, engine: Mapping[str, object], amount: Amount, chunk: int) -> Profile:
+    """Fits the models. Raises ValueError if too little was measured."""
+    machine = this_machine()
+    whole = fit(found.rows["step"], STEP, "times to the first token, and steps of batches, fitted together")
+    step = _part(whole, NUMBERS["step"])
+    costs = {
+        name: fit(found.rows[name], NUMBERS[name], "processor time that the system counted") for name in ("router", "worker", "client")
+    }
+    handoffs: Rows = []
+    for context, nbytes, seconds in found.handoffs:
+        decode = step_seconds(dict.fromkeys(NUMBERS["step"], 0.0) | dict(step.values), "sum", Work(decodes=1, context=context))
+        handoffs.append(({"base": 1.0, "byte": float(nbytes)}, max(LEAST_S, seconds - decode)))
+    spent = sum(costs[name].values["request"] + costs[name].values["token"] for name in costs)  # one after the other, nobody waits
+    path = [{"request": max(0.0, each["path"] - spent)} for each in (whole.values, *whole.draws)]
+    pairs = [{"pair": each} for each in found.pairs]
+    kv = median(nbytes / context for context, nbytes, _ in found.handoffs)
+    models = {
+        "step": step,
+        "handoff": fit(handoffs, NUMBERS["handoff"], "from the first token to the second, less a step"),
+        **costs,
+        "path": Fitted(path[0], tuple(path[1:]), 0.0, whole.rows, "to the first token, less steps and what is computed beside"),
+        "start": Fitted({"base": median(found.starts)}, (), 0.1, len(found.starts), "from `baton up` to the first answer"),
+        "sharing": Fitted({"pair": median(found.pairs)}, tuple(pairs), 0.0, len(pairs), "prompts on one worker and on two"),
+    }
+    region = {
+        "prompt tokens": (1.0, float(amount.prompts[-1])),
+        "output tokens": (1.0, 160.0),
+        "prefill workers": (0.0, 2.0),
+        "decode workers": (1.0, 2.0),
+        "tokens a step": (64.0, float(chunk)),
+    }
+    cores = f"{machine['processor']}, {machine['cores']} cores"
+    about = {"commit": _commit(), "when": str(machine["when"]), "load": machine["load_before"]}
+    return Profile("measured", cores, model, {**engine, **found.facts, "max_num_batched_tokens": chunk}, kv, "sum", models, region, **about)
+
+
+def _part(whole: Fitted, names: Sequence[str]) -> Fitted:
+    def only(values: Mapping[str, float]) -> dict[str, float]:
+        return {name: value for name, value in values.items() if name in names}
+
+    return Fitted(only(whole.values), tuple(only(draw) for draw in whole.draws), whole.error, whole.rows, whole.source)
+
+
+def _commit() -> str:
+    """Empty where this is no checkout."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"})
+    return done.stdout.strip()

@@ -1,0 +1,42 @@
+"""What `router.watch` and `router.probes` tell a router while nobody fails, for clusters so large that a heartbeat and a probe of each
+worker would be most of the simulation: members once, block events as they come, and the load of the workers that have done something."""
+
+import asyncio
+
+from baton.clock import loop_time
+from baton.cluster.registry import Registry
+from baton.simulate.workers import Fleet
+from router.view import ClusterView
+
+LOOK_EVERY_S = 0.5  # as often as `router.probes` asks each worker, with the usual router.hang_s
+EVENTS_WAIT_S = 1.0
+
+
+class Onlooker:
+    def __init__(self, view: ClusterView, registry: Registry, fleet: Fleet) -> None:
+        self._view, self._registry, self._fleet = view, registry, fleet
+        self._laps = dict.fromkeys(fleet.workers, 0)  # steps and commands of each worker when it was looked at
+
+    async def run(self) -> None:
+        self._view.update([worker.record for worker in self._fleet.workers.values()], loop_time())
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._run_events())
+            group.create_task(self._run_loads())
+
+    async def _run_events(self) -> None:
+        cursor = None
+        while True:
+            events, cursor = await self._registry.events(cursor, EVENTS_WAIT_S)
+            for event in events:
+                self._view.apply(event)
+
+    async def _run_loads(self) -> None:
+        members = self._view.members
+        while True:
+            epoch = members.next_epoch()  # as in `router.probes`: an answer reports work that began a round earlier
+            await asyncio.sleep(LOOK_EVERY_S)
+            for name, worker in self._fleet.workers.items():
+                laps = worker.engine.activity()[0]
+                if laps != self._laps[name]:
+                    self._laps[name] = laps
+                    members.note_answer(name, worker.record.incarnation, "ready", worker.load_now(), epoch, (worker.record.role,))

@@ -1,0 +1,142 @@
+"""The load test of a simulated cluster: repeatable, labelled, with intervals, and doubted where nothing was measured."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.cli.main import app
+from baton.cluster.config import Config
+from baton.predict.measure import QUICK, Measured, Rows, profile_of
+from baton.predict.predict import Offer, doubts, interval, predict, run
+from baton.predict.setting import setting_of
+from baton.profile.file import Profile
+from baton.profile.models import Fitted, Work, pairs_of, step_seconds, works_of_prompt
+from loadtest.plan import Workload
+from loadtest.slo import Slo
+from loadtest.window import Window
+
+TRUE = {"step": 2e-3, "read": 0.0, "tokens": 5e-5, "pairs": 1e-8, "decodes": 3e-4, "context": 1e-7, "mixed": 0.0}
+PROFILE = Profile(
+    "measured", "a processor", "m", {"kv_blocks": 512}, 6144.0, "sum",
+    {
+        "step": Fitted(TRUE, error=0.05),
+        "handoff": Fitted({"base": 0.004, "byte": 1e-9}),
+        "router": Fitted({"request": 1e-3, "token": 5e-5}),
+        "client": Fitted({"request": 5e-4, "token": 5e-5}),
+        "sharing": Fitted({"pair": 0.9}),
+    },
+    {"prompt tokens": (1.0, 1024.0)},
+)  # fmt: skip
+SLO = Slo.parse("ttft=60ms,tpot=10ms")
+
+
+def config(prefill: int, decode: int, **more: object) -> Config:
+    return Config.model_validate({"prefill": {"replicas": prefill}, "decode": {"replicas": decode}, **more})
+
+
+def offer(rate: float = 6.0, seconds: float = 10.0, **load: object) -> Offer:
+    workload = Workload(**{"input": "64-300", "output": "16", "duration_s": seconds, **load})  # type: ignore[arg-type]
+    items, _ = workload.items(rate, 1)
+    return Offer(items, [at for at, _ in zip(workload.times(rate, 1, items), items, strict=False)], Window(seconds, 1, 1))
+
+
+def test_a_run_is_the_same_twice_bit_for_bit_and_more_load_waits_longer() -> None:
+    setting = setting_of(config(1, 1), PROFILE, cores=2)
+    one = run(setting, PROFILE, offer())
+    assert one == run(setting, PROFILE, offer()) and len(one.records) == one.due > 40
+    assert all(record.outcome == "ok" and record.prefill_worker for record in one.records)
+    few, many = (predict(setting, PROFILE, offer(rate), SLO, draws=0).figures["TTFT P90 (ms)"].value for rate in (2, 60))
+    assert many > 1.5 * few
+
+
+def test_cores_that_are_shared_slow_everything() -> None:
+    alone, shared = (predict(setting_of(config(0, 3), PROFILE, cores), PROFILE, offer(40.0), SLO, draws=0).figures for cores in (None, 1))
+    assert shared["TPOT P50 (ms)"].value > 1.3 * alone["TPOT P50 (ms)"].value
+
+
+def test_a_shared_prefix_is_hit_and_a_small_pool_loses_it() -> None:
+    shared = offer(input="300-400", hit_rate=0.6, prefix_tokens=256, prefix_branching=4)
+    hits = []
+    for mib in (64, 3):
+        small = config(1, 1, router={"bypass_tokens": 0}, engine={"kv_memory_mib": mib})
+        hits.append(predict(setting_of(small, PROFILE), PROFILE, shared, SLO, draws=0).figures["hit rate"].value)
+    assert hits[0] > 0.4 and hits[1] < hits[0]
+
+
+def test_intervals_are_as_wide_as_the_profile_is_unsure() -> None:
+    setting = setting_of(config(1, 1), PROFILE)
+    told = predict(setting, PROFILE, offer(), SLO, draws=6).figures["TPOT P50 (ms)"]
+    assert told.low < 0.97 * told.value and told.high > 1.03 * told.value
+    sure = replace(PROFILE, models={name: replace(fitted, error=0.0) for name, fitted in PROFILE.models.items()})
+    exact = predict(setting, sure, offer(), SLO, draws=2).figures["TPOT P50 (ms)"]
+    assert exact.low == pytest.approx(exact.value) == exact.high, "negative control"
+    assert interval(0.5, [0.9, 0.1], share=True).high == 1.0 and interval(0.0, [1.0, 2.0]).low == 0.0
+
+
+def test_what_was_not_measured_is_said_first() -> None:
+    known = setting_of(config(1, 1), PROFILE)
+    assert doubts(known, PROFILE, offer()) == ()
+    long = offer(input="1200-1300")
+    (told,) = doubts(known, PROFILE, long)
+    assert "prompt tokens" in told and "measured: 1 to 1024" in told
+    warned = predict(known, PROFILE, long, SLO, draws=0)
+    assert warned.warning.startswith("Outside of what was validated: prompt tokens")
+    guessing = setting_of(config(1, 1, engine={"speculation": "prompt_lookup"}, tiers={"memory_mib": 8}), PROFILE)
+    assert len(doubts(guessing, PROFILE, offer())) == 2
+
+
+def test_strides_change_no_time_but_when_tokens_within_them_are_told() -> None:
+    """A large cluster is simulated in strides: first and last tokens come when they come step by step."""
+    setting, load = setting_of(config(3, 3, router={"bypass_tokens": 0}), PROFILE), offer(30.0, output="20-60")
+    exact, strided = run(setting, PROFILE, load), run(setting, PROFILE, load, stride=16)
+    assert strided == run(setting, PROFILE, load, stride=16), "bit for bit"
+    ends = [[record.token_times[-1] - record.sent for record in each.records] for each in (exact, strided)]
+    assert len(ends[0]) == len(ends[1]) > 200
+    assert sum(ends[1]) == pytest.approx(sum(ends[0]), rel=0.02)
+    assert [len(record.token_times) for record in exact.records] == [len(record.token_times) for record in strided.records]
+
+
+def test_the_fits_find_what_made_the_measurements() -> None:
+    """From times that the models themselves make, as `measure` collects them."""
+    found = Measured(facts={"kv_blocks": 100}, pairs=[0.8, 0.9], starts=[2.0])
+    costs: Rows = [({"request": float(r), "token": float(t)}, 1e-3 * r + 1e-4 * t) for r, t in ((20, 40), (20, 800), (9, 9))]
+    found.rows = {"step": found_rows(), "router": [*costs], "worker": [*costs], "client": [*costs]}
+    decode = {context: step_seconds(TRUE, "sum", Work(decodes=1, context=context)) for context in (64, 256, 1024)}
+    found.handoffs = [(context, 6144 * context, decode[context] + 0.004 + 6144e-9 * context) for context in decode]
+    profile = profile_of(found, "m", {"threads": 1}, QUICK, 512)
+    values = profile.values("step")
+    assert {name: values[name] for name in ("tokens", "decodes")} == pytest.approx({"tokens": 5e-5, "decodes": 3e-4}, rel=0.02)
+    assert profile.values("handoff") == pytest.approx({"base": 0.004, "byte": 1e-9}, rel=0.02)
+    assert profile.values("path")["request"] == pytest.approx(0.01 - 3 * 1.1e-3, rel=0.1), "less what is computed on the way"
+    assert profile.kv_token_bytes == 6144 and profile.values("sharing")["pair"] == pytest.approx(0.85)
+
+
+def found_rows() -> Rows:
+    rows: Rows = []
+    for tokens in (32, 64, 128, 300, 700):
+        for cached in (0, 16):
+            works = works_of_prompt(tokens, cached, 512)
+            counts = {"path": 1.0, "step": float(len(works)), "tokens": float(tokens - cached), "pairs": pairs_of(tokens - cached, cached)}
+            rows.append((counts, 0.01 + sum(step_seconds(TRUE, "sum", work) for work in works)))
+    for batch in (1, 4, 8):
+        for context in (32, 500):
+            work = Work(decodes=batch, context=batch * context)
+            counts = {"step": 1.0, "decodes": float(batch), "context": float(batch * context)}
+            rows.append((counts, step_seconds(TRUE, "sum", work)))
+    return rows
+
+
+def test_the_commands_make_a_profile_from_a_sheet_and_simulate_by_it(tmp_path: Path) -> None:
+    made, invoke = tmp_path / "p.yaml", CliRunner().invoke
+    result = invoke(app, ["profile", "--sheet", "h100", "--model", "llama-3.1-8b", "--to", str(made)])
+    assert result.exit_code == 0 and Profile.load_file(made).form == "roof"
+    load = ["--slo", "ttft=500ms,tpot=30ms", "--rate", "4", "--duration", "8", "--seeds", "1", "--out", str(tmp_path / "report")]
+    result = invoke(app, ["simulate", "--profile", str(made), "--draws", "1", *load, "--prefill.replicas", "1", "--decode.replicas", "2"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("Outside of what was validated: nothing was measured")
+    told = json.loads((tmp_path / "report" / "results.json").read_text())
+    assert "SIMULATED" in told["title"] and [*told["arms"]] == ["simulated"] and told["completed"] > 5
+    assert invoke(app, ["simulate", *load]).exit_code == 2 and invoke(app, ["simulate", "--sheet", "tpu", *load]).exit_code == 2
