@@ -14,7 +14,7 @@ from baton.cluster.metrics import Book
 from baton.engine.build import BuildError
 from baton.engine.core.block_key import DISK, HOST, REMOTE
 from baton.engine.core.contract import Listener
-from baton.engine.core.kvcache import KvLayout
+from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import naive
 from baton.engine.options import EngineOptions, ModelOptions, Options
@@ -87,7 +87,7 @@ async def test_a_folder_is_named_by_the_launcher_or_by_the_role_and_serves_one_w
     async with tiered(blocks=64, tiers=made(lasting_name("decode"), **keys)):
         assert [path.name for path in tmp_path.iterdir()] == ["decode"]
         with pytest.raises(ValueError, match=r"tiers\.disk: .*decode.* used by"):
-            made("decode", **keys)._make(KvLayout("m", "float32", 16, 1, 1, 64))
+            made("decode", **keys)._make(KvPool(KvLayout("m", "float32", 16, 1, 1, 64), 1))
 
 
 async def test_workers_share_what_is_in_an_object_store(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_what_cannot_be_is_refused_by_its_key(tmp_path: Path, keys: dict[str, An
     layout = KvLayout("m", "float32", 16, 32, 8, 128)
     assert layout.block_bytes == 4 * MIB
     with pytest.raises(ValueError, match=message):
-        made(**keys)._make(layout)
+        made(**keys)._make(KvPool(layout, 1))
 
 
 async def test_a_folder_of_another_model_is_refused_and_nothing_in_it_is_lost(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ async def test_a_folder_of_another_model_is_refused_and_nothing_in_it_is_lost(tm
         await say(t, "a", 1)
         await until(lambda: len(t.held(DISK)) >= 8)
     with pytest.raises(ValueError, match=r"tiers\.disk: .* holds KV of another model or layout: fingerprint"):
-        made(**keys)._make(KvLayout("another", "float32", 4, 1, 1, 64))
+        made(**keys)._make(KvPool(KvLayout("another", "float32", 4, 1, 1, 64), 1))
     async with tiered(blocks=64, tiers=made(**keys)) as t:
         assert (await say(t, "b", 1)).prefilled == 0
         assert HOST not in t.tiers.media

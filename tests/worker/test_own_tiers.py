@@ -32,7 +32,7 @@ async def until(condition: object) -> None:
 async def tiered_pair() -> AsyncIterator[tuple[Pair, Tiers]]:
     """The decode worker has had the prompt: now only its tier holds it."""
     async with pair() as p:
-        tiers = Tiers(lambda layout: [(MemoryStore(layout.block_bytes, 100), Bounds())], Policy(at_once=True, wait_s=20.0))
+        tiers = Tiers(lambda pool: [(MemoryStore(pool.unit_bytes, 100), Bounds())], Policy(at_once=True, wait_s=20.0))
         p.loops[1].attach(tiers)
         try:
             await p.start(await p.hand_over()).task
