@@ -4,12 +4,13 @@ Blocks go from the pool to a memory tier and come back, through the threads, bou
 the bus, what it does to decode steps beside it, and after which time a prompt that returns has its first token.
 """
 
+import itertools
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from gpu import Machine, Report, sequences, steps
@@ -120,36 +121,48 @@ def round_trip(machine: Machine, report: Report, runner: GpuRunner, blocks: Sequ
     return found
 
 
+@contextmanager
+def traffic(pool: Pool, blocks: Sequence[int], into: Sequence[int]) -> Iterator[Callable[[], int]]:
+    """Blocks go down and come up all the time. Tells how many have."""
+    over, moved, wrong = threading.Event(), [0], list[BaseException]()
+
+    def run() -> None:
+        try:
+            with opened(pool, 2 * len(blocks), Policy()) as (tiers, reports):
+                for number in itertools.count():
+                    if over.is_set():
+                        return
+                    tiers.drop([key(block) for block in blocks])
+                    save(tiers, reports, blocks)
+                    moved[0] += len(blocks) + load(tiers, reports, number, into, blocks)
+        except BaseException as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    until = time.monotonic() + WITHIN_S
+    try:
+        while not moved[0] and not wrong and time.monotonic() < until:
+            time.sleep(0.01)
+        yield lambda: moved[0]
+    finally:
+        over.set()
+        thread.join(WITHIN_S)
+    if wrong or not moved[0]:
+        raise AssertionError("no blocks were moved beside the steps") from (wrong[0] if wrong else None)
+
+
 def beside(machine: Machine, report: Report, runner: GpuRunner, blocks: Sequence[int], into: Sequence[int], count: int) -> dict[str, Any]:
     """Decode steps, alone and while blocks go down and come up all the time."""
     batch, context = machine.sizes.interference[:2]
     found: dict[str, Any] = {}
-    over, moved = threading.Event(), 0
-
-    def traffic() -> None:
-        nonlocal moved
-        with opened(runner.pool, 2 * len(blocks), Policy()) as (tiers, reports):
-            number = 0
-            while not over.is_set():
-                tiers.drop([key(block) for block in blocks])
-                save(tiers, reports, blocks)
-                moved += len(blocks) + load(tiers, reports, number, into, blocks)
-                number += 1
-
-    for name in ("alone", "beside a tier"):
-        thread = threading.Thread(target=traffic)
+    for name, around in (("alone", nullcontext(lambda: 0)), ("beside a tier", traffic(runner.pool, blocks, into))):
         seqs = sequences(runner, batch, context, count + 16)
-        if name != "alone":
-            thread.start()
-            time.sleep(0.0 if machine.cuda is False else 1.0)
-        began, before = time.perf_counter(), moved
-        times = sorted(steps(runner, seqs, count))
-        took = time.perf_counter() - began
-        found[name] = {"p50": statistics.median(times), "p99": times[int(0.99 * (len(times) - 1))]}
-        found[name]["bytes/s"] = (moved - before) * runner.layout.block_bytes / took
-        over.set()
-        if name != "alone":
-            thread.join(WITHIN_S)
+        with around as moved:
+            began, before = time.perf_counter(), moved()
+            times = sorted(steps(runner, seqs, count))
+            rate = (moved() - before) * runner.layout.block_bytes / (time.perf_counter() - began)
+        found[name] = {"p50": statistics.median(times), "p99": times[int(0.99 * (len(times) - 1))], "bytes/s": rate}
     for name, cell in found.items():
         said = f"P50 {cell['p50'] * 1e3:.2f}, P99 {cell['p99'] * 1e3:.2f} ms, {cell['bytes/s'] / 1e9:.1f} GB/s moved"
         share = None if name == "alone" else cell["p99"] / found["alone"]["p99"]

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from xxhash import xxh3_128_digest
 
 from baton.engine.core.block_key import KEY_BYTES
+from baton.engine.core.colder import SAVED
 from baton.engine.core.kvcache import Carrier, Pool
 from baton.moves import Moves
 from baton.tiers.choice import Measured, Rate
@@ -29,7 +30,7 @@ from baton.tiers.store import Store, StoreFailed, Unit, Wanted
 from baton.tiers.worth import REST_S, Tally, Worth
 
 log = logging.getLogger(__name__)
-QUEUED_BYTES = 64 << 20  # units that wait to be written, at least one
+QUEUED_BYTES = 64 << 20  # units that wait to be written, at least one; blocks of the pool are as many as an engine saves at a time
 QUEUED_PIECES = 256  # of loads
 BATCH, BATCH_BYTES = 16, 32 << 20  # units of one write, and their bytes
 PIECE, PIECE_BYTES = 8, 8 << 20  # units of one read, and their bytes: a reader has memory for so many
@@ -181,7 +182,7 @@ class Tier:
         with self._lock:
             if self.on:
                 (self._urgent if save.urgent else self._saves).append(save)
-                while len(self._saves) > 1 and sum(len(each.units) for each in self._saves) > self._most:
+                while len(self._saves) > 1 and self._full():
                     dropped.append(self._saves.popleft())
                 self.worth.tally.dropped += sum(len(each.units) for each in dropped)
                 self._to_write.notify()
@@ -189,6 +190,12 @@ class Tier:
                 dropped.append(save)
         for each in dropped:
             each.done()
+
+    def _full(self) -> bool:
+        """Blocks that wait lie in the pool, which has room for them; copies take memory of their own."""
+        contents = [content for save in self._saves for _, content in save.units]
+        copies = sum(not isinstance(content, int) for content in contents)
+        return copies > self._most or len(contents) - copies > max(SAVED, self._most)
 
     def load(self, piece: Piece) -> None:
         """Never waits. `done` is called in any case, also now."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from tiered import UNIT, WITHIN_S, PlainStore
 
+from baton.engine.core.colder import SAVED
 from baton.engine.core.kvcache import Carrier, KvLayout, KvPool
 from baton.tiers import tier as tier_module
 from baton.tiers.tier import HANG_S, MOVES, RETRY_S, Bounds, Piece, Save, State, Tier
@@ -172,6 +173,17 @@ def test_more_than_waits_is_not_written_and_counted(bench: Bench, monkeypatch: p
     tally = bench.tier.told(bench.now).tally
     assert tally.dropped + tally.written == 6 and tally.dropped in (3, 4)
     assert {key(4), key(5)} <= bench.held, "the newest are kept"
+
+
+def test_none_of_the_blocks_that_an_engine_saves_at_a_time_is_left_out_however_large_they_are(bench: Bench) -> None:
+    """They wait where they are. Copies of that size are what the test before this one is about."""
+    bench.tier._most = 1
+    bench.store.gate.clear()
+    for start in range(0, SAVED, 16):
+        bench.tier.save(Save([(key(i), i % POOL.num_blocks) for i in range(start, start + 16)], bench._saved))
+    bench.store.gate.set()
+    until(lambda: bench.done == SAVED // 16)
+    assert bench.held == {key(i) for i in range(SAVED)} and bench.tier.told(bench.now).tally.dropped == 0
 
 
 def test_what_is_written_keeps_to_its_rate() -> None:
