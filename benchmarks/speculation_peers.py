@@ -18,7 +18,7 @@ from peers.process import Driver, DriverError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-START_DEADLINE_S, ROUND_DEADLINE_S = 300, 300
+START_DEADLINE_S, ROUND_DEADLINE_S = 600, 300  # it compiles the model when it starts
 GROUPS = 4  # of a round, at most: the peers' steps are longer
 CONTEXT = 1024
 
@@ -47,8 +47,10 @@ class Peers:
             arms["vllm draft"] = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4}
         python = self._vllm()
         for arm, speculation in arms.items():
-            if python is None:
-                self.leave_out(arm, "not installed: python scripts/install_vllm.py")
+            if python is None or self.holes.get("vllm"):
+                self.leave_out(
+                    arm, "not installed: python scripts/install_vllm.py" if python is None else "without guesses it does not start"
+                )
                 continue
             settings = {**environment("vllm", self.threads, self.places.cache), **VLLM}
             driver = Driver([str(python), "-P", "-m", "peers.drivers.vllm"], settings, self.places.log(f"speculation {arm}"))
