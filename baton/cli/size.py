@@ -27,6 +27,7 @@ class Sizing:
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 4096
     output: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 512
     cached: Annotated[int, typer.Option(min=0, help="Tokens of the prompt that are cached.")] = 0
+    longest: Annotated[int | None, typer.Option(min=1, help="Most tokens of a sequence: what room for all at once loses.")] = None
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a decode step.")] = 32
     weight_bits: Annotated[float, typer.Option(min=1, max=64, help="Of a weight, scales included.")] = 16
     kv_bits: Annotated[float, typer.Option(min=1, max=64, help="Of a number of KV, scales included: engine.kv_dtype int4 has 5.")] = 16
@@ -63,6 +64,7 @@ def size(given: Sizing) -> None:
         given.acceptance,
         given.guess_cost,
         given.cached,
+        given.longest,
     )
     try:
         shape = shape_of(given.model)

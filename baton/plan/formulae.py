@@ -76,6 +76,12 @@ def fragmentation(mean_tokens: float, block_size: int) -> float:
     return empty / (mean_tokens + empty)
 
 
+def reserved_in_vain(mean_tokens: float, longest: int) -> float:
+    """Share of the slots that no token fills where each sequence gets room for the longest one at once, as before paged KV (the same
+    paper, figure 2)."""
+    return 1 - mean_tokens / longest
+
+
 def sequences_that_fit(
     memory_bytes: float, weights: float, kv_per_token: float, tokens: int, block_size: int = 16, reserve: float = 0.1
 ) -> int:

@@ -26,6 +26,7 @@ class Asked:
     acceptance: float | None = None  # of guesses
     guess_cost: float = 0.1  # of a guess, in plain steps
     cached: int = 0  # tokens of the prompt that need not be computed
+    longest: int | None = None  # tokens that a sequence may reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,10 @@ def figures(shape: Shape, device: Device, reached: Efficiency, asked: Asked) -> 
         yield Figure("parameters a token uses", shape.active_parameters + shape.head_parameters, "", "its experts alone")
     yield Figure("weights", weights, "B", f"parameters x {asked.weight_bits:g} bits")
     yield Figure("KV of a token", kv, "B", _kv_formula(shape, asked))
+    each = formulae.kv_bytes_per_token(shape.layers, shape.heads, shape.head_dim, asked.kv_bits / 8)
+    if each > kv:
+        kind = "latent attention" if shape.latent else "one head for all" if shape.kv_heads == 1 else f"{shape.kv_heads} heads of KV"
+        yield Figure("times less than a head each", each / kv, "x", f"{kind} for {shape.heads} query heads")
     yield Figure("KV of a prompt", kv * asked.prompt, "B", f"KV of a token x {asked.prompt}")
     whole = asked.prompt + asked.output
     fits = formulae.sequences_that_fit(memory, weights, kv, whole, asked.block_size, RESERVE)
@@ -61,6 +66,9 @@ def figures(shape: Shape, device: Device, reached: Efficiency, asked: Asked) -> 
     yield Figure(
         "slots lost to blocks", formulae.fragmentation(whole, asked.block_size), "%", f"half a block of {asked.block_size} a sequence"
     )
+    lost = formulae.reserved_in_vain(whole, asked.longest) if asked.longest else 0.0
+    if lost > 0:
+        yield Figure("slots lost without blocks", lost, "%", f"room for {asked.longest} tokens for each sequence")
     yield from _times(shape, asked, kv, flop_per_s, bytes_per_s)
     yield from _disaggregation(shape, device, asked, kv)
 
