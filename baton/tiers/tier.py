@@ -80,6 +80,7 @@ class Piece(NamedTuple):
     # The units of these keys are in the carrier's memory, and have been verified. Puts them into the pool, and tells which are whole there.
     take: Callable[[Sequence[int], Carrier], Sequence[bool]]
     done: Callable[[], None]
+    wanted: Callable[[], bool] = lambda: True  # whether anybody still waits for it
     counts: bool = True  # whether it says what the tier is worth, and how fast loads are
 
 
@@ -340,6 +341,9 @@ class Tier:
 
     def _read(self, carrier: Carrier) -> None:
         while (piece := self._next_piece()) is not None:
+            if not piece.wanted():
+                piece.done()
+                continue
             came, began = [False] * len(piece.keys), self._clock()
             try:
                 if self.on:

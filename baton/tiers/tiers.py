@@ -13,7 +13,7 @@ from functools import partial
 
 from baton.engine.core.colder import Policy, Report
 from baton.engine.core.kvcache import Carrier, Pool
-from baton.tiers.choice import units_to_load
+from baton.tiers.choice import units_to_compute, units_to_load
 from baton.tiers.shelf import PinnedShelf
 from baton.tiers.store import Store
 from baton.tiers.tier import Bounds, Piece, Save, Tier, Told
@@ -78,6 +78,10 @@ class Tiers:
         rates = {tier.medium: tier.rate(now) for tier in self.tiers}
         return units_to_load([rates[medium] for medium in media], self._pool.unit_bytes, compute_s)
 
+    def worth_meeting(self, media: Sequence[str], compute_s: float, now: float) -> int | None:
+        rates = {tier.medium: tier.rate(now) for tier in self.tiers}
+        return units_to_compute([rates[medium] for medium in media], self._pool.unit_bytes, compute_s)
+
     def load(self, number: int, wanted: Sequence[tuple[int, bytes, str]], compute_s: float) -> None:
         began, self._compute_s = time.monotonic(), compute_s or self._compute_s
         self._loads[number] = load = _Load([block for block, _, _ in wanted], partial(self._report.landed, number), self._report.given_back)
@@ -86,7 +90,13 @@ class Tiers:
             for start in range(0, len(places), tier.piece):
                 part = places[start : start + tier.piece]
                 keys, done = [wanted[i][1] for i in part], partial(load.done, len(part))
-                tier.load(Piece(keys, began, len(part) * compute_s, partial(load.take, part), done))
+                tier.load(Piece(keys, began, len(part) * compute_s, partial(load.take, part), done, wanted=partial(load.wants, part)))
+
+    def arrived(self, number: int) -> list[bool]:
+        return self._loads[number].arrived
+
+    def narrow(self, number: int, most: int) -> None:
+        self._loads[number].narrow(most)
 
     def end(self, number: int) -> list[bool | None]:
         return self._loads.pop(number).end()
@@ -118,35 +128,46 @@ class _Load:
 
     def __init__(self, blocks: list[int], landed: Callable[[], None], given_back: Callable[[list[int]], None]) -> None:
         self._blocks = blocks
-        self._arrived = [False] * len(blocks)
+        self.arrived = [False] * len(blocks)
         self._crossing = set[int]()  # places whose blocks are being filled
         self._left = len(blocks)
+        self._most = len(blocks)  # that may still land, the first ones
         self._landed, self._given_back = landed, given_back
         self._ended = False
-        self._lock = threading.Lock()  # never held while a carrier copies
+        self._crossed = threading.Condition()  # its lock is never held while a carrier copies
 
     def take(self, places: Sequence[int], units: Sequence[int], carrier: Carrier) -> list[bool]:
         """`units`: which of the piece, that goes to `places`, are here."""
-        into = [places[i] for i in units]
-        with self._lock:
-            if self._ended:
-                return [True] * len(into)  # nobody wants them any more
+        with self._crossed:
+            wanted = [i for i in units if places[i] < self._most]  # nobody wants the others any more
+            into = [places[i] for i in wanted]
             self._crossing.update(into)
         whole = [False] * len(into)
         try:
-            whole = carrier.into([self._blocks[i] for i in into], units)
+            whole = carrier.into([self._blocks[i] for i in into], wanted) if into else []
         finally:
-            with self._lock:
+            with self._crossed:
                 self._crossing.difference_update(into)
                 late = self._ended
                 for i, good in zip(into, whole, strict=True):
-                    self._arrived[i] = good and not late
-            if late:
+                    self.arrived[i] = good and not late
+                self._crossed.notify_all()
+            if late and into:
                 self._given_back([self._blocks[i] for i in into])
-        return whole
+        found = dict(zip(wanted, whole, strict=True))
+        return [found.get(i, True) for i in units]
+
+    def wants(self, places: Sequence[int]) -> bool:
+        return min(places) < self._most
+
+    def narrow(self, most: int) -> None:
+        """Only the first `most` land from now on. Waits for the copy, from memory to memory, of a piece that is crossing."""
+        with self._crossed:
+            self._most = min(self._most, most)
+            self._crossed.wait_for(lambda: all(place < self._most for place in self._crossing))
 
     def done(self, count: int) -> None:
-        with self._lock:
+        with self._crossed:
             self._left -= count
             over = self._left == 0
         if over:
@@ -154,6 +175,6 @@ class _Load:
 
     def end(self) -> list[bool | None]:
         """Which have arrived. None: its block is being filled, and is told to `given_back` after that. Nothing more begins."""
-        with self._lock:
-            self._ended = True
-            return [None if i in self._crossing else came for i, came in enumerate(self._arrived)]
+        with self._crossed:
+            self._ended, self._most = True, 0
+            return [None if i in self._crossing else came for i, came in enumerate(self.arrived)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.tiers.choice import FORGET_S, Measured, Rate, units_to_load
+from baton.tiers.choice import FORGET_S, Measured, Rate, units_to_compute, units_to_load
 
 DISK = Rate(0.005, 1e8)
 UNIT = 1_000_000  # 10 ms from DISK
@@ -47,3 +47,34 @@ def test_a_rate_follows_the_loads_and_is_forgotten() -> None:
     rate = measured.at(40.0)
     assert rate is not None and rate.bytes_per_s == pytest.approx(4000, rel=0.01) and rate.latency_s < 0.001
     assert measured.at(39.0 + FORGET_S) is None
+
+
+def test_both_ends_meet_where_both_take_as_long() -> None:
+    rate = Rate(0.0, 1e6)  # 10 ms a unit of 10,000 bytes
+    assert units_to_compute([rate] * 10, 10_000, 0.01) == 5
+    assert units_to_compute([rate] * 10, 10_000, 0.005) == 7
+    assert units_to_compute([Rate(0.02, 1e6)] * 10, 10_000, 0.01) == 6, "the latency of the tier is spent on two more"
+
+
+def test_a_tier_that_is_near_is_loaded_from_and_one_that_is_far_is_not() -> None:
+    assert units_to_compute([Rate(0.0, 1e8)] * 10, 10_000, 0.01) is None, "1 ms of loading against 10 of one unit"
+    assert units_to_compute([Rate(0.0, 1e4)] * 10, 10_000, 0.01) is None, "the last unit alone takes longer than computing all"
+    assert units_to_compute([Rate(0.0, 1e6)], 10_000, 0.01) is None
+
+
+def test_of_what_nobody_has_measured_both_ends_are_not_tried() -> None:
+    assert units_to_compute([None] * 3, UNIT, 1.0) is None
+
+
+def test_a_long_run_is_decided_at_once() -> None:
+    """In the engine's thread: each unit is looked at a few times."""
+    looks = 0
+
+    class Counted(Rate):
+        def __hash__(self) -> int:
+            nonlocal looks
+            looks += 1
+            return super().__hash__()
+
+    assert units_to_compute([Counted(0.0, 1e6)] * 5000, 10_000, 0.01) == 2500
+    assert looks < 10 * 5000

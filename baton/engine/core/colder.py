@@ -7,6 +7,7 @@ up     A sequence near the head of the queue whose keys go on in a tier beyond t
        admitted like any other, with a longer prefix. At `Load.deadline` the load ends with what has come, and the rest is computed.
 ahead  `bring` loads blocks for which no sequence is here yet: a router's hint, a peer that borrows, KV of a handoff. They are cached. A
        sequence that comes meanwhile waits for that load like for one of its own.
+both   Where that is sooner, and it can be admitted now, it runs at once: its front is computed while the tail is loaded (`meeting`).
 
 A step never has fewer blocks than it needs because of this: what is saved at a time is little, and never the last free block.
 """
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from baton.engine.core.ahead import Ahead, Result
@@ -23,6 +25,7 @@ from baton.engine.core.block_key import DEVICE
 from baton.engine.core.blocks import BlockPool, CacheChange, Content, Keyed
 from baton.engine.core.kvcache import Pool
 from baton.engine.core.long_contexts import Shelf
+from baton.engine.core.meeting import Meeting
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.sequence import Sequence
 
@@ -95,8 +98,21 @@ class Tiers(Protocol):
         engine takes for one, if that is known."""
         ...
 
+    def worth_meeting(self, media: Seq[str], compute_s: float, now: float) -> int | None:
+        """How many of a run of units are computed, from the first on, while the others are loaded, from the last on. None: it is not sooner
+        than to load the front, or not known."""
+        ...
+
     def load(self, number: int, wanted: Seq[tuple[int, bytes, str]], compute_s: float) -> None:
         """Copies units into blocks, and tells `landed` when no more will come. Of (block, key, medium). `compute_s`: of one."""
+        ...
+
+    def arrived(self, number: int) -> Seq[bool]:
+        """Of a load that has not ended: which of its units have arrived."""
+        ...
+
+    def narrow(self, number: int, most: int) -> None:
+        """Of such a load: none but its first `most` units land any more. Waits for those that are landing at this moment."""
         ...
 
     def end(self, number: int) -> Seq[bool | None]:
@@ -139,14 +155,17 @@ class Load:
 class Colder:
     """Belongs to the engine's thread."""
 
-    def __init__(self, tiers: Tiers, pool: BlockPool, scheduler: Scheduler) -> None:
-        """`tiers`: are open."""
+    def __init__(self, tiers: Tiers, pool: BlockPool, scheduler: Scheduler, both: bool = True) -> None:
+        """`tiers`: are open. `both`: a load may land in the blocks of a sequence that runs."""
+        self._both = both
         self._tiers = tiers
         self._pool = pool
         self._scheduler = scheduler
         self._policy = tiers.policy
         self.held: dict[str, dict[bytes, None]] = {medium: {} for medium in tiers.media}  # medium, the nearest first → keys
         self._loads: dict[int, Load] = {}
+        self._meetings: dict[int, Meeting] = {}
+        scheduler.part = self._part
         self._numbers = itertools.count()
         self._saving = 0  # blocks
         self._late = 0  # blocks of loads that have ended, which something may still land in
@@ -156,14 +175,16 @@ class Colder:
         self._ahead = Ahead()
         self.loaded_tokens = 0
 
-    def turn(self, now: float) -> None:
-        """Before each step, and when there is none."""
+    def turn(self, now: float) -> int:
+        """Before each step, and when there is none. Returns how many tokens running sequences have got."""
         self._tiers.watch(now)
         for number in [number for number, load in self._loads.items() if load.deadline <= now]:
             self.landed(number)
         self._tell_hints(self._ahead.expire(now))
+        met = sum(self._met(meeting) for meeting in list(self._meetings.values()) if meeting.over)
         self._seek(now)
         self._save()
+        return met
 
     def bring(
         self, keys: Seq[bytes], until: float, now: float, ended: Ended, rival_s: float | None = None, hint: bool = False
@@ -305,6 +326,8 @@ class Colder:
             self._join(seq, known, self._loads[found], now)
             return
         media, compute_s = list(self._media(keys[known:])), self._block_s
+        if compute_s is not None and self._meets(seq, keys[: known + len(media)], media, compute_s, now):
+            return
         worth = self._tiers.worth_loading(media, compute_s, now) if media else 0
         if worth == 0:
             seq.sought = known
@@ -353,6 +376,39 @@ class Colder:
     def _block_s(self) -> float | None:
         """What computing a block takes, if that is known."""
         return None if self._prefill_s is None else self._scheduler.block_size * self._prefill_s
+
+    def _meets(self, seq: Sequence, keys: Seq[bytes], media: Seq[str], compute_s: float, now: float) -> bool:
+        """Begins both ends of a run, those of `keys` that are in `media`, if that is sooner. False: nothing has changed."""
+        tiers, scheduler = self._tiers, self._scheduler
+        if not self._both or len(media) < 2 or seq.expires_at <= now:
+            return False
+        if (front := tiers.worth_meeting(media, compute_s, now)) is None or not scheduler.begin(seq):
+            return False
+        number, end, known = next(self._numbers), len(keys), len(keys) - len(media)
+        wanted = [Wanted(seq.blocks[i], keys[i], media[i - known]) for i in range(end - 1, known - 1, -1)]
+        tiers.load(number, wanted, compute_s)
+        seq.meets = self._meetings[number] = Meeting(
+            seq, known + front, end, scheduler.block_size, partial(tiers.arrived, number), partial(tiers.narrow, number)
+        )
+        return True
+
+    def _met(self, meeting: Meeting) -> int:
+        """The sequence goes on behind what has come, so many tokens."""
+        seq, end = meeting.seq, meeting.end * self._scheduler.block_size
+        self._part(seq)
+        tokens = end - seq.computed
+        self.loaded_tokens += tokens
+        seq.cached += tokens if seq.preemptions == 0 else 0
+        seq.drafted = end  # a block has both
+        self._scheduler.advance(seq, end)
+        return tokens if seq.preemptions == 0 else 0
+
+    def _part(self, seq: Sequence) -> None:
+        number = next(number for number, meeting in self._meetings.items() if meeting.seq is seq)
+        del self._meetings[number]
+        self._tiers.narrow(number, 0)  # the sequence may give its blocks away at once
+        self._tiers.end(number)
+        seq.meets = None
 
     @property
     def _loading(self) -> int:

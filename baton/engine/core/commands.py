@@ -183,7 +183,7 @@ class Commands:
     def attach(self, tiers: Tiers) -> None:
         """Before it runs. May wait; raises what `Tiers.open` raises."""
         tiers.open(self.pool, Reports(self))
-        self._engine.colder = Colder(tiers, self._engine.pool, self._engine.scheduler)
+        self._engine.colder = Colder(tiers, self._engine.pool, self._engine.scheduler, both=not self._engine.runner.on_device)
         if self._engine.long_contexts:
             self._engine.lengthen(tiers.shelf(self._engine.max_len))
 

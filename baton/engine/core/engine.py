@@ -237,7 +237,7 @@ class Engine:
     def _schedule(self, now: float, outputs: list[Output]) -> list[Chunk]:
         """Returns the next batch, counts the sequences that start with it, and adds the expired ones to `outputs`."""
         if self.colder is not None:
-            self.colder.turn(now)
+            self.counts.hit_tokens += self.colder.turn(now)
         if self.long is not None:
             outputs += [self._end(seq, why) for seq, why in self.long.turn(now)]
         plan, counts = self.scheduler.schedule(now, self.groups.make_room()), self.counts

@@ -17,7 +17,7 @@ the previous batch ends; a static one waits until it is full, for `batch_wait_s`
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, Protocol
@@ -81,6 +81,7 @@ class Long(Protocol):
 
 class Scheduler:
     long: Long | None = None  # None: every sequence has to fit the pool
+    part: Callable[[Sequence], None] = staticmethod(lambda seq: None)  # no load lands any more in the blocks of a sequence that `meets` one
 
     def __init__(
         self,
@@ -131,6 +132,15 @@ class Scheduler:
         if self._drafter is not None and not plan.preempted:
             self._add_guesses(plan, budget, self._drafter)
         return plan
+
+    def begin(self, seq: Sequence) -> bool:
+        """Admits a waiting sequence now. False, and nothing has changed: it cannot be."""
+        if not self._joins(seq) or not self._admit(seq):
+            return False
+        self.waiting.remove(seq)
+        seq.move("admit")
+        self.running.append(seq)
+        return True
 
     def reserve(self, seq: Sequence) -> bool:
         """Blocks for the known tokens of a sequence whose KV comes from elsewhere, leaving the last token to compute.
@@ -234,6 +244,8 @@ class Scheduler:
 
     def free(self, seq: Sequence) -> None:
         """Takes a sequence's blocks away. Its KV is lost unless the prefix cache keeps it."""
+        if seq.meets is not None:
+            self.part(seq)
         self.pool.release(seq.blocks)
         seq.blocks = []
         seq.computed = seq.drafted = seq.sealed = 0
@@ -352,6 +364,8 @@ class Scheduler:
         # A token that became known while KV was fetched may be beyond the blocks that were reserved: it gets room as a decode.
         most = SCORED_AT_ONCE - sum(chunk.scored for chunk in plan.chunks) if seq.unscored else budget
         n = min(seq.pending, budget, seq.room(self.block_size) - seq.computed, most)
+        if n > 0 and seq.meets is not None:
+            n = seq.meets.take(seq.computed, n)
         if n > 0:
             plan.chunks.append(Chunk(seq, n))
         return n

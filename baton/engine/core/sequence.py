@@ -8,6 +8,7 @@ subtraction, `pending`.
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from baton.engine.core.masks import NOTHING, Matcher, Words, without
 from baton.engine.core.sampling import SamplingParams
@@ -51,6 +52,12 @@ MOVES = Moves(
 )
 
 
+class Meets(Protocol):
+    """A load of later blocks of a running sequence: `baton.engine.core.meeting`."""
+
+    def take(self, computed: int, most: int) -> int: ...
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     id: str
@@ -81,6 +88,7 @@ class Sequence:
     owner: "Sequence | None" = field(default=None, repr=False)  # of a beam: the sequence that it searches for
     long: bool = False  # it has a window of blocks; those before it are in a tier (`core.long_contexts`)
     away: int = 0  # how many these are: `blocks` begins with the next one
+    meets: Meets | None = None  # a load of blocks that it has not reached
     losses: int = 0  # how often some of them were lost
     guessed: bool = False  # a version of a sequence in which guesses count as known; what follows a wrong one does not matter
 
