@@ -1,5 +1,5 @@
-"""The last quarter of an hour: one point every five seconds, each with counts, sums and two histograms. Memory is bounded, however much is
-served. Times are seconds since the epoch, which the caller passes in.
+"""The last quarter of an hour: one point every five seconds, each with counts, sums and three histograms. Memory is bounded, however much
+is served. Times are seconds since the epoch, which the caller passes in.
 
 A point's number is the time divided by STEP_S. So the points of several routers with one number belong together, as far as the clocks of
 their hosts agree.
@@ -31,6 +31,8 @@ class Point:
     outcomes: Counter[str] = field(default_factory=Counter)
     ttft: Counter[int] = field(default_factory=Counter)
     itl: Counter[int] = field(default_factory=Counter)
+    met: int = 0  # requests that completed and met every objective
+    tpot: Counter[int] = field(default_factory=Counter)  # of requests that completed
 
 
 class Curves:
@@ -38,8 +40,13 @@ class Curves:
         self._points: deque[Point] = deque(maxlen=KEPT + 1)  # consecutive numbers; the last one is still growing
         self._samples = 0  # of the last one
 
-    def end(self, now: float, outcome: str) -> None:
-        self._at(now).outcomes[outcome] += 1
+    def end(self, now: float, outcome: str, met: bool = False, tpot_s: float | None = None) -> None:
+        """`met`: it completed and met every objective. `tpot_s`: None for one that did not complete, or has a single token."""
+        point = self._at(now)
+        point.outcomes[outcome] += 1
+        point.met += met
+        if tpot_s is not None:
+            point.tpot[bisect_left(BOUNDS, tpot_s)] += 1
 
     def first(self, now: float, ttft_s: float) -> None:
         self._at(now).ttft[bisect_left(BOUNDS, ttft_s)] += 1
@@ -89,6 +96,8 @@ def merge(points: Iterable[Point]) -> list[Point]:
         total.outcomes.update(point.outcomes)
         total.ttft.update(point.ttft)
         total.itl.update(point.itl)
+        total.met += point.met
+        total.tpot.update(point.tpot)
     return [together[number] for number in sorted(together)]
 
 
@@ -99,9 +108,10 @@ def draw(point: Point) -> dict[str, Any]:
         "number": point.number,
         "at": (point.number + 1) * STEP_S,
         "ok": rates.get("ok", 0.0),
+        "goodput": point.met / STEP_S,
         "errors": rates.get("failed", 0.0) + rates.get("refused", 0.0),
         "tokens": point.output_tokens / STEP_S,
-        **{f"{name}_p{q}": quantile(getattr(point, name), q / 100) for name in ("ttft", "itl") for q in QUANTILES},
+        **{f"{name}_p{q}": quantile(getattr(point, name), q / 100) for name in ("ttft", "tpot", "itl") for q in QUANTILES},
         "running": point.running,
         "queued": point.queued,
         "kv": point.kv,

@@ -312,7 +312,8 @@ class Journal:
         times = measure(trace)
         missed = self._judge(outcome, times)
         self.follow(entry)
-        self.curves.end(self._wall_clock(), outcome)
+        completed = outcome == "ok"
+        self.curves.end(self._wall_clock(), outcome, completed and missed is None, times.tpot_s if completed else None)
         self._count(entry, outcome, reason, times)
         self._goodput += outcome == "ok" and missed is None
         self._demand += outcome == "ok" or reason in LATE

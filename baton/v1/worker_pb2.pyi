@@ -1182,7 +1182,7 @@ class CurvesResponse(_message.Message):
     def __init__(self, points: _Optional[_Iterable[_Union[CurvePoint, _Mapping]]] = ...) -> None: ...
 
 class CurvePoint(_message.Message):
-    __slots__ = ("number", "running", "queued", "kv", "output_tokens", "outcomes", "ttft", "itl")
+    __slots__ = ("number", "running", "queued", "kv", "output_tokens", "outcomes", "ttft", "itl", "met", "tpot")
     class OutcomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1204,6 +1204,13 @@ class CurvePoint(_message.Message):
         key: int
         value: int
         def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class TpotEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -1212,6 +1219,8 @@ class CurvePoint(_message.Message):
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     TTFT_FIELD_NUMBER: _ClassVar[int]
     ITL_FIELD_NUMBER: _ClassVar[int]
+    MET_FIELD_NUMBER: _ClassVar[int]
+    TPOT_FIELD_NUMBER: _ClassVar[int]
     number: int
     running: float
     queued: float
@@ -1220,7 +1229,9 @@ class CurvePoint(_message.Message):
     outcomes: _containers.ScalarMap[str, int]
     ttft: _containers.ScalarMap[int, int]
     itl: _containers.ScalarMap[int, int]
-    def __init__(self, number: _Optional[int] = ..., running: _Optional[float] = ..., queued: _Optional[float] = ..., kv: _Optional[float] = ..., output_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., ttft: _Optional[_Mapping[int, int]] = ..., itl: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    met: int
+    tpot: _containers.ScalarMap[int, int]
+    def __init__(self, number: _Optional[int] = ..., running: _Optional[float] = ..., queued: _Optional[float] = ..., kv: _Optional[float] = ..., output_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., ttft: _Optional[_Mapping[int, int]] = ..., itl: _Optional[_Mapping[int, int]] = ..., met: _Optional[int] = ..., tpot: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class TraceRecord(_message.Message):
     __slots__ = ("request_id", "at", "outcome", "reason", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "laps", "failures", "bypasses", "handoff", "read", "verify", "trace_id", "slo_missed", "ttft", "tpot", "e2e", "prefill_wait", "prefill_compute", "stages", "fetched_tokens", "connect", "tenant", "put_aside", "retry_refused", "drafted_tokens", "accepted_tokens", "guesses", "choice", "choices", "cache")

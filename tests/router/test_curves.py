@@ -14,6 +14,7 @@ def test_a_point_holds_what_happened_in_its_five_seconds() -> None:
     curves = Curves()
     for outcome in ("ok", "ok", "failed", "refused", "cancelled"):
         curves.end(AT + 1, outcome)
+    curves.end(AT + 1, "ok", met=True, tpot_s=0.05)
     curves.first(AT + 2, 0.3)
     curves.tokens(AT + 2, 3, [0.01, 0.02])
     curves.tokens(AT + 4.9, 2, [])
@@ -22,7 +23,8 @@ def test_a_point_holds_what_happened_in_its_five_seconds() -> None:
     assert curves.since(0, AT + 4.9) == [], "it is not complete"
     [point] = curves.since(0, AT + 5)
     told = draw(point)
-    assert told["at"] == AT + STEP_S and (told["ok"], told["errors"], told["tokens"]) == (0.4, 0.4, 1.0)
+    assert told["at"] == AT + STEP_S and (told["ok"], told["errors"], told["tokens"]) == (0.6, 0.4, 1.0)
+    assert told["goodput"] == 0.2 and told["tpot_p50"] == pytest.approx(0.05, rel=0.19)
     assert (told["running"], told["queued"], told["kv"]) == (6.0, 1.0, pytest.approx(0.6))
     assert told["ttft_p50"] == pytest.approx(0.3, rel=0.19) and told["itl_p95"] == pytest.approx(0.02, rel=0.19)
 
@@ -64,11 +66,11 @@ def test_a_clock_that_is_corrected_by_a_moment_loses_nothing() -> None:
 
 
 def test_points_of_several_routers_become_one() -> None:
-    one = Point(7, 3.0, 1.0, 0.5, 10, Counter(ok=2), Counter({5: 1}), Counter({9: 4}))
-    other = Point(7, 4.0, 0.0, 0.6, 5, Counter(ok=1, failed=1), Counter({5: 1, 6: 2}), Counter())
+    one = Point(7, 3.0, 1.0, 0.5, 10, Counter(ok=2), Counter({5: 1}), Counter({9: 4}), 1, Counter({3: 1}))
+    other = Point(7, 4.0, 0.0, 0.6, 5, Counter(ok=1, failed=1), Counter({5: 1, 6: 2}), Counter(), 1, Counter({3: 1}))
     alone = Point(8, 1.0)
     assert merge([one, alone, other]) == [
-        Point(7, 7.0, 1.0, 0.5, 15, Counter(ok=3, failed=1), Counter({5: 2, 6: 2}), Counter({9: 4})),
+        Point(7, 7.0, 1.0, 0.5, 15, Counter(ok=3, failed=1), Counter({5: 2, 6: 2}), Counter({9: 4}), 2, Counter({3: 2})),
         alone,
     ]
     assert one.outcomes == Counter(ok=2), "what a router keeps is not changed by a look at it"

@@ -332,7 +332,8 @@ def test_a_request_that_failed_often_is_one_line(page: Page, live: Cluster) -> N
 
 def test_the_last_minutes_are_drawn_and_readable_with_the_keyboard(page: Page, live: Cluster) -> None:
     assert ask_at_once(live, "drawn", 50) == 200
-    for name in ("ok", "errors", "tokens", "running", "queued", "ttft_p50", "ttft_p95", "itl_p50", "itl_p95", "kv"):
+    times = [f"{name}_{quantile}" for name in ("ttft", "tpot", "itl") for quantile in ("p50", "p95")]
+    for name in ("ok", "goodput", "errors", "tokens", "running", "queued", *times, "kv"):
         expect(page.locator(f'#curves [data-series="{name}"]')).to_have_attribute("d", re.compile("^M"), timeout=SLOW)
     chart = page.locator("#curves figure", has_text="Time to first token")
     expect(chart.locator("svg")).to_have_attribute("aria-label", re.compile("^Time to first token, last 15 minutes: now P50 .*; highest "))

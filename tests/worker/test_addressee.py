@@ -24,6 +24,7 @@ CALLS: dict[str, Any] = {
     "Worker.Snapshot": worker_pb2.SnapshotRequest(),
     "Worker.Describe": worker_pb2.DescribeRequest(),
     "Worker.Logs": worker_pb2.LogsRequest(lines=1),
+    "Worker.Record": worker_pb2.RecordRequest(secret=bytes(32)),
     "Worker.SetRoles": worker_pb2.SetRolesRequest(roles=["decode"]),
 }
 WRONG: dict[str, dict[str, Any]] = {

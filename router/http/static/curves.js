@@ -4,9 +4,11 @@ import { $, clock, draw, get, make, percent, short, time } from "./show.js";
 
 const CHARTS = [
   { title: "Requests/s", format: short, series: [["ok", "completed", "decode"], ["errors", "failed or refused", "bad"]] },
+  { title: "Goodput", format: short, series: [["goodput", "in time/s", "decode"]] },
   { title: "Output tokens/s", format: short, series: [["tokens", "tokens/s", "prefill"]] },
   { title: "In flight", format: short, series: [["running", "served", "prefill"], ["queued", "queued", "queue"]] },
   { title: "Time to first token", format: time, series: [["ttft_p50", "P50", "prefill"], ["ttft_p95", "P95", "transfer"]] },
+  { title: "Time per output token", format: time, series: [["tpot_p50", "P50", "prefill"], ["tpot_p95", "P95", "transfer"]] },
   { title: "Inter-token latency", format: time, series: [["itl_p50", "P50", "prefill"], ["itl_p95", "P95", "transfer"]] },
   { title: "KV of the decode pool in use", format: percent, most: 1, series: [["kv", "in use", "bypass"]] },
 ];
