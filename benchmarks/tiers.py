@@ -1,15 +1,18 @@
 """What tiers under the KV pool are worth: conversations that come back after their KV has left the pool, and what tiers cost if none does.
 
-    python benchmarks/tiers.py [--json FILE] [--rounds N] [--conversations N]
+    python benchmarks/tiers.py [--json FILE] [--rounds N] [--conversations N] [--trace mooncake_conversation.jsonl]
 
 The checkpoint that ships; one prefill worker, one decode worker, one thread each, one host. The conversations together need five times
 the pool of a worker; they speak in turn, so whatever one needs has left the pool when its turn comes. Each arm has its own cluster, and the
-arms take turns. Then the workers of the arm with a disk are killed, and every conversation speaks again. At last prompts that never come
-back go to an arm without tiers and to one that keeps all it can; processor time of both workers is compared, in pairs.
+arms take turns. Then the workers of the arm with a disk are killed, and every conversation speaks again. Then prompts that never come back
+go to new clusters, one without tiers and one that keeps all it can. While the tier spends its credit, a stream runs beside them, and the
+gaps between its tokens are compared; afterwards processor time of both workers and time are compared, in pairs. With a trace, a part of it
+is replayed at last (`tier_trace.py`).
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -26,23 +29,27 @@ import grpc
 from conversation import last_record
 from machine import describe
 from serving import ask, cluster, cpu_s
+from tier_trace import RECENT, replay, reusable, visits
+from tier_trace import ROOM_MIB as TRACE_MIB
 
 from baton.cli.admin import read_status
 from baton.cli.up import SHIPPED
 from baton.client import AsyncClient
+from baton.tiers.worth import CREDIT_S, SHARE
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 POOL_MIB, BLOCK_KIB = 16, 64
 SEED, LENGTH, NEW, ANSWER = 3, 1500, 24, 8  # tokens
 CONVERSATIONS, ROUNDS = 14, 4
 FRESH, BATCH, BATCHES = 400, 8, 12
+STREAM, STREAMING_S, SPENDING_S = 160, 20.0, 80.0  # tokens of a stream; how long there are streams, and until when the credit is spent
 FIXED = ("--engine.threads", "1", "--engine.kv-memory-mib", str(POOL_MIB), "--router.bypass-tokens", "0")
 ROOM_MIB = 128  # full before the last part: the first touch of memory costs more than what is copied there
 
 
-def arms(folder: Path) -> dict[str, tuple[str, ...]]:
-    memory = ("--tiers.memory-mib", str(ROOM_MIB))
-    disk = ("--tiers.disk", str(folder), "--tiers.disk-mib", str(ROOM_MIB), "--tiers.save", "at_once")
+def arms(folder: Path, mib: int = ROOM_MIB) -> dict[str, tuple[str, ...]]:
+    memory = ("--tiers.memory-mib", str(mib))
+    disk = ("--tiers.disk", str(folder), "--tiers.disk-mib", str(mib), "--tiers.save", "at_once")
     return {"none": (), "memory": memory, "disk": disk}
 
 
@@ -115,22 +122,73 @@ async def after_restart(arm: Arm, conversations: int) -> dict[str, Any]:
     return {"ready_s": ready_s, "all_s": time.perf_counter() - began, **arm.row(-1)}
 
 
+def fresh(rng: random.Random) -> list[int]:
+    return [rng.randrange(10, 2000) for _ in range(FRESH)]
+
+
+async def gaps(arm: Arm, rng: random.Random) -> list[float]:
+    """Seconds between the tokens of a stream, beside which prompts are computed that never come back."""
+    times: list[float] = []
+
+    async def stream() -> None:
+        answer = arm.client.generate(token_ids=fresh(rng)[:32], max_tokens=STREAM, temperature=0.0, ignore_eos=True, timeout_s=120)
+        async with answer as tokens:
+            async for _ in tokens:
+                times.append(time.perf_counter())
+
+    task = asyncio.create_task(stream())
+    while not task.done():
+        await ask(arm.client, fresh(rng), 1)
+    await task
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def paused(arm: Arm, since_s: float) -> bool:
+    """Whether the tiers have spent what they may."""
+    told = [tier for worker in workers(arm.endpoints["admin"]) for tier in worker["tiers"]]
+    return all(tier["spent_s"] >= CREDIT_S + SHARE * since_s for tier in told)
+
+
+async def spend(without: Arm, with_: Arm) -> dict[str, Any]:
+    """P99 of the time between two tokens, in both, while the tier writes all it gets."""
+    found: dict[int, list[float]] = {id(without): [], id(with_): []}
+    began, rng = time.perf_counter(), random.Random(SEED + 1)
+    while time.perf_counter() - began < STREAMING_S:
+        for arm in random.Random(len(found[id(with_)])).sample((without, with_), 2):
+            found[id(arm)] += await gaps(arm, rng)
+    while not (over := await asyncio.to_thread(paused, with_, time.perf_counter() - began)) and time.perf_counter() - began < SPENDING_S:
+        await asyncio.gather(*(ask(with_.client, fresh(rng), 1) for _ in range(BATCH)))
+    p99 = [1000 * statistics.quantiles(found[id(arm)], n=100)[98] for arm in (without, with_)]
+    return {"p99_ms": p99, "tokens": len(found[id(with_)]), "paused": over}
+
+
 async def cost(without: Arm, with_: Arm) -> dict[str, Any]:
-    """Processor time of prompts that never come back."""
-    rng, spent = random.Random(SEED), dict[int, list[float]]({id(without): [], id(with_): []})
+    """Processor time, and time, of prompts that never come back."""
+    rng, spent = random.Random(SEED), dict[int, list[tuple[float, float]]]({id(without): [], id(with_): []})
     pids = {id(arm): [worker["pid"] for worker in workers(arm.endpoints["admin"])] for arm in (without, with_)}
     for number in range(1 + BATCHES):
-        prompts = [[rng.randrange(10, 2000) for _ in range(FRESH)] for _ in range(BATCH)]
+        prompts = [fresh(rng) for _ in range(BATCH)]
         for arm in (without, with_) if number % 2 else (with_, without):
-            before = sum(map(cpu_s, pids[id(arm)]))
+            before, began = sum(map(cpu_s, pids[id(arm)])), time.perf_counter()
             for prompt in prompts:
                 await ask(arm.client, prompt, ANSWER)
+            took = time.perf_counter() - began
             await asyncio.sleep(0.2)  # what is still to be written
             if number:  # the first warms up
-                spent[id(arm)].append(sum(map(cpu_s, pids[id(arm)])) - before)
-    ratios = sorted(b / a for a, b in zip(spent[id(without)], spent[id(with_)], strict=True))
-    each = {name: sum(spent[id(arm)]) / BATCH / BATCHES for name, arm in (("without_s", without), ("with_s", with_))}
-    return {"ratio": [statistics.median(ratios), ratios[0], ratios[-1]], "of_sums": each["with_s"] / each["without_s"], **each}
+                spent[id(arm)].append((sum(map(cpu_s, pids[id(arm)])) - before, took))
+    told: dict[str, Any] = {}
+    for place, name in enumerate(("cpu", "time")):
+        bare, full = ([each[place] for each in spent[id(arm)]] for arm in (without, with_))
+        ratios = sorted(b / a for a, b in zip(bare, full, strict=True))
+        sums = {"without_s": sum(bare) / BATCH / BATCHES, "with_s": sum(full) / BATCH / BATCHES, "of_sums": sum(full) / sum(bare)}
+        told[name] = {"ratio": [statistics.median(ratios), ratios[0], ratios[-1]], **sums}
+    return told
+
+
+async def useless(ends: dict[str, dict[str, str]]) -> dict[str, Any]:
+    async with AsyncExitStack() as stack:
+        found = [Arm(at, await stack.enter_async_context(AsyncClient(at["grpc"])), []) for at in ends.values()]
+        return {"decode": await spend(*found), **await cost(*found)}
 
 
 async def measure(endpoints: dict[str, dict[str, str]], rounds: int, conversations: int) -> dict[str, Any]:
@@ -143,8 +201,25 @@ async def measure(endpoints: dict[str, dict[str, str]], rounds: int, conversatio
         returns = {name: [arm.row(number) for number in range(1, 1 + rounds)] for name, arm in found.items()}
         tiers = {name: {each["name"]: each["tiers"] for each in workers(arm.endpoints["admin"])} for name, arm in found.items()}
         again = await after_restart(found["disk"], conversations)
-        useless = {name: await cost(found["none"], found[name]) for name in ("memory", "disk")}
-    return {"returns": returns, "tiers": tiers, "restart": again, "useless": useless}
+    return {"returns": returns, "tiers": tiers, "restart": again}
+
+
+def measure_useless(folder: Path) -> dict[str, Any]:
+    told = {}
+    for name in ("memory", "disk"):
+        flags = arms(folder / f"useless-{name}")
+        with ExitStack() as stack:
+            told[name] = asyncio.run(useless({arm: stack.enter_context(cluster(SHIPPED, *FIXED, *flags[arm])) for arm in ("none", name)}))
+    return told
+
+
+def measure_trace(path: Path, folder: Path) -> dict[str, Any]:
+    trace = visits(path)
+    told: dict[str, Any] = {"requests": len(trace), "reusable": reusable(trace)}
+    for name, flags in arms(folder / "trace", TRACE_MIB).items():
+        with cluster(SHIPPED, *FIXED, *RECENT, *flags) as endpoints:
+            told[name] = asyncio.run(replay(endpoints, trace))
+    return told
 
 
 def show(told: dict[str, Any]) -> None:
@@ -157,14 +232,25 @@ def show(told: dict[str, Any]) -> None:
     again = told["restart"]
     print(f"all workers killed: ready after {again['ready_s']:.1f} s, hit rate {again['hit_rate']:.0%} {again['all_s']:.1f} s later")
     for name, one in told["useless"].items():
-        each = f"{1000 * one['without_s']:.1f} ms a request without, {1000 * one['with_s']:.1f} with"
-        print(f"prompts that never return, {name}: {each}; x{one['of_sums']:.3f}, pairs {one['ratio'][1]:.3f} … {one['ratio'][2]:.3f}")
+        bare, full = one["decode"]["p99_ms"]
+        print(f"while {name} is written: P99 between tokens {bare:.1f} ms without, {full:.1f} with, x{full / bare:.3f}")
+        for what in ("cpu", "time"):
+            row = one[what]
+            each = f"{1000 * row['without_s']:.1f} ms a request without, {1000 * row['with_s']:.1f} with"
+            pairs = f"pairs {row['ratio'][1]:.3f} … {row['ratio'][2]:.3f}"
+            print(f"prompts that never return, {name}, {what}: {each}; x{row['of_sums']:.3f}, {pairs}")
+    if trace := told.get("trace"):
+        print(f"trace of {trace['requests']} requests, {trace['reusable']:.0%} of whose prompt tokens had been there before")
+        for name in told["returns"]:
+            one, (p50, p90) = trace[name], trace[name]["ttft_ms"]
+            print(f"{name:9} TTFT {p50:.0f} ms, P90 {p90:.0f}; not computed {one['hit_rate']:.0%}; goodput {one['goodput']:.2f}/s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--trace", type=Path)
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
     options = parser.parse_args()
     load = os.getloadavg()[0]
@@ -173,6 +259,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         endpoints = {name: stack.enter_context(cluster(SHIPPED, *FIXED, *flags)) for name, flags in arms(Path(folder)).items()}
         told = asyncio.run(measure(endpoints, options.rounds, options.conversations))
+    with tempfile.TemporaryDirectory() as folder:
+        told["useless"] = measure_useless(Path(folder))
+        if options.trace:
+            told["trace"] = measure_trace(options.trace, Path(folder))
     show(told)
     if options.json:
         facts = {

@@ -57,3 +57,8 @@ def spread(values: Sequence[float], form: str = "") -> str:
     """Median (least … most)."""
     told = [form.format(each) if form else number(each) for each in (median(values), min(values), max(values))]
     return f"{told[0]} ({told[1]} … {told[2]})"
+
+
+def middle(values: Sequence[float]) -> str:
+    """A median that is stored with the ends of its range."""
+    return f"{number(values[0])} ({number(values[1])} … {number(values[2])})"

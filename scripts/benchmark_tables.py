@@ -10,7 +10,8 @@ from statistics import median
 from typing import Any
 
 from benchmark_aims import other_aims, peers_aims
-from benchmark_results import RESULTS, load, markdown, number, source, spread
+from benchmark_results import RESULTS, load, markdown, middle, number, source, spread
+from benchmark_tiers import tiers
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = [DOCS / "benchmarks.md", *sorted((DOCS / "benchmarks").glob("*.md"))]
@@ -123,14 +124,9 @@ def live() -> str:
     table = []
     for prompt in sorted({prompt for _, _, prompt in rows}):
         early, share = (rows["nixl", "live", prompt][key][0] for key in ("early_share", "digest_share"))
-        stages = [_middle(rows[carrier, arm, prompt]["transfer_ms"]) for carrier in ("nixl", "tcp") for arm in ("whole", "live")]
+        stages = [middle(rows[carrier, arm, prompt]["transfer_ms"]) for carrier in ("nixl", "tcp") for arm in ("whole", "live")]
         table.append([number(prompt), *stages, f"{early:.0%}", f"{share:.2%}"])
     return markdown(["prompt", "NIXL: whole", "NIXL: live", "TCP: whole", "TCP: live", "moved early", "checks ÷ request"], table)
-
-
-def _middle(values: Sequence[float]) -> str:
-    """A median that is stored with the ends of its range."""
-    return f"{number(values[0])} ({number(values[1])} … {number(values[2])})"
 
 
 def conversation() -> str:
@@ -144,19 +140,6 @@ def conversation() -> str:
 
 
 PARTS = ("cached", "fetched", "computed")
-
-
-def tiers() -> str:
-    found = load("tiers")
-    base = median(row["ttft_ms"][0] for row in found["returns"]["none"])
-    table = []
-    for name, rows in found["returns"].items():
-        middle = median(row["ttft_ms"][0] for row in rows)
-        ends = [pick(row["ttft_ms"][end] for row in rows) for pick, end in ((min, 1), (max, 2))]
-        useless = f"{found['useless'][name]['of_sums']:.3f}" if name in found["useless"] else "1"
-        hits = f"{median(row['hit_rate'] for row in rows):.0%}"
-        table.append([name, _middle([middle, *ends]), f"{middle / base:.2f}", hits, useless])
-    return markdown(["tiers", "TTFT P50 of a returning conversation, ms", "of none", "not computed", "CPU if nothing returns"], table)
 
 
 def doors() -> str:
@@ -248,7 +231,7 @@ def observability() -> str:
 def observability_live() -> str:
     table = []
     for arm, one in load("observability")["clusters"]["arms"].items():
-        cells = [_middle([one[key], *one[f"{key}_range"]]) for key in ("request_ms", "token_us")]
+        cells = [middle([one[key], *one[f"{key}_range"]]) for key in ("request_ms", "token_us")]
         table.append([{"off": "nothing"}.get(arm, arm), *cells])
     return markdown(["", "CPU a request, ms", "CPU a streamed token, µs"], table)
 

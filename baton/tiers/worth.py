@@ -11,9 +11,9 @@ from dataclasses import dataclass
 WINDOW_S = 600.0
 REST_S = 1800.0  # how long a tier that did not pay rests before it is tried again
 SLOTS = 10
-CREDIT_S = 0.5  # what a tier may cost before it has saved anything
-SHARE = 0.005  # of the time: the same, for as long as it lasts
-RESUME_S = 0.05  # what it must have to begin again, so that it writes whole prompts
+CREDIT_S = 0.2  # what a tier may cost before it has saved anything
+SHARE = 0.002  # of the time: the same, for as long as it lasts. What the engine and the router do for it costs nearly as much again
+RESUME_S = 0.02  # what it must have to begin again, so that it writes whole prompts
 UNNOTICED = 0.001  # share of the time that a tier may cost for nothing
 
 
