@@ -138,7 +138,7 @@ async def gaps(arm: Arm, rng: random.Random) -> list[float]:
 
     task = asyncio.create_task(stream())
     while not task.done():
-        await ask(arm.client, fresh(rng), 1)
+        await ask(arm.client, fresh(rng), 2)
     await task
     return [after - before for before, after in itertools.pairwise(times)]
 
@@ -157,7 +157,7 @@ async def spend(without: Arm, with_: Arm) -> dict[str, Any]:
         for arm in random.Random(len(found[id(with_)])).sample((without, with_), 2):
             found[id(arm)] += await gaps(arm, rng)
     while not (over := await asyncio.to_thread(paused, with_, time.perf_counter() - began)) and time.perf_counter() - began < SPENDING_S:
-        await asyncio.gather(*(ask(with_.client, fresh(rng), 1) for _ in range(BATCH)))
+        await asyncio.gather(*(ask(with_.client, fresh(rng), 2) for _ in range(BATCH)))
     p99 = [1000 * statistics.quantiles(found[id(arm)], n=100)[98] for arm in (without, with_)]
     return {"p99_ms": p99, "tokens": len(found[id(with_)]), "paused": over}
 
