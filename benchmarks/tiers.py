@@ -5,9 +5,9 @@
 The checkpoint that ships; one prefill worker, one decode worker, one thread each, one host. The conversations together need five times
 the pool of a worker; they speak in turn, so whatever one needs has left the pool when its turn comes. Each arm has its own cluster, and the
 arms take turns. Then the workers of the arm with a disk are killed, and every conversation speaks again. Then prompts that never come back
-go to new clusters, one without tiers and one that keeps all it can. While the tier spends its credit, a stream runs beside them, and the
-gaps between its tokens are compared; afterwards processor time of both workers and time are compared, in pairs. With a trace, a part of it
-is replayed at last (`tier_trace.py`).
+go to new clusters, one without tiers and one that keeps all it can. At first a stream runs beside them, and the gaps between its tokens
+are compared; afterwards processor time of both workers and time are compared, in pairs. With a trace, a part of it is replayed at last
+(`tier_trace.py`).
 """
 
 import argparse
@@ -35,14 +35,13 @@ from tier_trace import ROOM_MIB as TRACE_MIB
 from baton.cli.admin import read_status
 from baton.cli.up import SHIPPED
 from baton.client import AsyncClient
-from baton.tiers.worth import CREDIT_S, SHARE
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 POOL_MIB, BLOCK_KIB = 16, 64
 SEED, LENGTH, NEW, ANSWER = 3, 1500, 24, 8  # tokens
 CONVERSATIONS, ROUNDS = 14, 4
 FRESH, BATCH, BATCHES = 400, 8, 12
-STREAM, STREAMING_S, SPENDING_S = 160, 20.0, 80.0  # tokens of a stream; how long there are streams, and until when the credit is spent
+STREAM, STREAMING_S = 160, 20.0  # tokens of a stream; how long there are streams
 FIXED = ("--engine.threads", "1", "--engine.kv-memory-mib", str(POOL_MIB), "--router.bypass-tokens", "0")
 ROOM_MIB = 128  # full before the last part: the first touch of memory costs more than what is copied there
 
@@ -143,23 +142,15 @@ async def gaps(arm: Arm, rng: random.Random) -> list[float]:
     return [after - before for before, after in itertools.pairwise(times)]
 
 
-def paused(arm: Arm, since_s: float) -> bool:
-    """Whether the tiers have spent what they may."""
-    told = [tier for worker in workers(arm.endpoints["admin"]) for tier in worker["tiers"]]
-    return all(tier["spent_s"] >= CREDIT_S + SHARE * since_s for tier in told)
-
-
-async def spend(without: Arm, with_: Arm) -> dict[str, Any]:
+async def beside(without: Arm, with_: Arm) -> dict[str, Any]:
     """P99 of the time between two tokens, in both, while the tier writes all it gets."""
     found: dict[int, list[float]] = {id(without): [], id(with_): []}
     began, rng = time.perf_counter(), random.Random(SEED + 1)
     while time.perf_counter() - began < STREAMING_S:
         for arm in random.Random(len(found[id(with_)])).sample((without, with_), 2):
             found[id(arm)] += await gaps(arm, rng)
-    while not (over := await asyncio.to_thread(paused, with_, time.perf_counter() - began)) and time.perf_counter() - began < SPENDING_S:
-        await asyncio.gather(*(ask(with_.client, fresh(rng), 2) for _ in range(BATCH)))
     p99 = [1000 * statistics.quantiles(found[id(arm)], n=100)[98] for arm in (without, with_)]
-    return {"p99_ms": p99, "tokens": len(found[id(with_)]), "paused": over}
+    return {"p99_ms": p99, "tokens": len(found[id(with_)])}
 
 
 async def cost(without: Arm, with_: Arm) -> dict[str, Any]:
@@ -188,7 +179,7 @@ async def cost(without: Arm, with_: Arm) -> dict[str, Any]:
 async def useless(ends: dict[str, dict[str, str]]) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         found = [Arm(at, await stack.enter_async_context(AsyncClient(at["grpc"])), []) for at in ends.values()]
-        return {"decode": await spend(*found), **await cost(*found)}
+        return {"decode": await beside(*found), **await cost(*found)}
 
 
 async def measure(endpoints: dict[str, dict[str, str]], rounds: int, conversations: int) -> dict[str, Any]:

@@ -146,7 +146,6 @@ class Tier:
         self._next_write = 0.0  # when the rate allows it
         self._next_refresh = clock() + REFRESH_S
         self._retry_s, self._retry_at = RETRY_S, 0.0
-        self._apart = pool.waits  # a device computes: what writing costs the processor, it does not lack
         writer = threading.Thread(target=self._write, name=f"{self.medium}-writer", daemon=True)
         readers = ((f"{self.medium}-reader-{i}", (pool.carrier(self.piece),)) for i in range(bounds.readers))
         self._threads = [writer, *(threading.Thread(target=self._read, name=name, args=own, daemon=True) for name, own in readers)]
@@ -159,12 +158,6 @@ class Tier:
     @property
     def on(self) -> bool:
         return self.state is State.ON
-
-    @property
-    def takes(self) -> bool:
-        """Whether it wants to be given anything: it is on, and has not spent too much."""
-        with self._lock:
-            return self.on and (self._apart or self.worth.affords(self._clock()))
 
     def rate(self, now: float) -> Rate | None:
         return self._rate.at(now)
@@ -305,7 +298,7 @@ class Tier:
         """Makes room for `count` units. Those that have to go for them are read first, for the tier below."""
         below, store = self.below, self.store
         victims = max(0, self.units + count - store.capacity)
-        if below is None or not victims or not below.takes:
+        if below is None or not below.on or not victims:
             return
         keys, pins = store.keys(), store.pins
         if pins:

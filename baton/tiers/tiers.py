@@ -67,8 +67,7 @@ class Tiers:
 
     @property
     def saves_to(self) -> str | None:
-        tier = next((tier for tier in self.tiers if tier.on), None)
-        return tier.medium if tier is not None and tier.takes else None
+        return next((tier.medium for tier in self.tiers if tier.on), None)
 
     def save(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         tier = next((tier for tier in self.tiers if tier.on), self.tiers[0])

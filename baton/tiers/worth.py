@@ -1,8 +1,6 @@
 """What a tier is worth: the seconds of computing that it has saved, and those that it has cost. Pure.
 
-A tier that has cost more than it saved for WINDOW_S is not worth having, unless the difference is nothing that anybody would notice. Until
-then it must not cost much either: what it may spend is what it has saved, CREDIT_S, and a SHARE of the time. So it learns whether anything
-comes back, at a price that is known.
+A tier that has cost more than it saved for WINDOW_S is not worth having, unless the difference is nothing that anybody would notice.
 """
 
 from collections import deque
@@ -11,9 +9,6 @@ from dataclasses import dataclass
 WINDOW_S = 600.0
 REST_S = 1800.0  # how long a tier that did not pay rests before it is tried again
 SLOTS = 10
-CREDIT_S = 0.2  # what a tier may cost before it has saved anything
-SHARE = 0.002  # of the time: the same, for as long as it lasts. What the engine and the router do for it costs nearly as much again
-RESUME_S = 0.02  # what it must have to begin again, so that it writes whole prompts
 UNNOTICED = 0.001  # share of the time that a tier may cost for nothing
 
 
@@ -34,7 +29,6 @@ class Tally:
 class Worth:
     def __init__(self, now: float) -> None:
         self.tally = Tally()
-        self._spent_out = False
         self._slots: deque[tuple[float, float, float]] = deque()  # (begin, seconds saved, seconds spent) of each part of the window
         self.begin(now)
 
@@ -63,13 +57,6 @@ class Worth:
         if now - self._slots[0][0] < WINDOW_S:
             return True
         return spent - saved <= UNNOTICED * WINDOW_S
-
-    def affords(self, now: float) -> bool:
-        """Whether it may write."""
-        saved, spent = self.lately(now)
-        left = saved - spent + CREDIT_S + SHARE * (now - self._slots[0][0])
-        self._spent_out = left < (RESUME_S if self._spent_out else 0.0)
-        return not self._spent_out
 
     def lately(self, now: float) -> tuple[float, float]:
         """Seconds saved and spent in the window."""

@@ -1,6 +1,6 @@
 """What a tier is worth, and when it is not worth having."""
 
-from baton.tiers.worth import CREDIT_S, RESUME_S, SHARE, WINDOW_S, Worth
+from baton.tiers.worth import WINDOW_S, Worth
 
 
 def spend(worth: Worth, begin: float, end: float, spent_s: float, saved_s: float) -> None:
@@ -45,21 +45,3 @@ def test_a_new_trial_begins_at_nothing_and_the_tally_goes_on() -> None:
     assert (worth.tally.reads, worth.tally.hits, worth.tally.read_bytes) == (560, 560, 560_000)
     spend(worth, 2500, 3200, 0.5, 0.1)
     assert not worth.pays(3200.0)
-
-
-def test_what_nobody_comes_back_for_may_cost_a_credit_and_a_share_of_the_time() -> None:
-    worth, spent = Worth(0.0), 0.0
-    for tenth in range(3000):
-        if worth.affords(tenth / 10):
-            worth.wrote(1, 1, 0.002, tenth / 10)  # 2 % of the time, if it could
-            spent += 0.002
-    assert CREDIT_S < spent <= CREDIT_S + SHARE * 300 + 0.002
-    worth.read(1, 1, 1, 0.0, 1.0, 300.0)
-    assert worth.affords(300.0), "it has saved more than that"
-
-
-def test_who_has_spent_everything_begins_again_with_enough_for_whole_prompts() -> None:
-    worth = Worth(0.0)
-    worth.wrote(1, 1, CREDIT_S + 0.001, 0.0)
-    assert not worth.affords(0.0) and not worth.affords(1.0)
-    assert not worth.affords((RESUME_S + 0.001) / SHARE - 0.1) and worth.affords((RESUME_S + 0.001) / SHARE + 0.1)
