@@ -13,6 +13,7 @@ from baton.engine.core.colder import NEAR, Policy
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import naive
 from baton.tiers.tier import HANG_S
+from baton.tiers.tiers import Tiers
 
 WIDTH = CONFIG["kv_width"]
 
@@ -201,15 +202,19 @@ async def test_a_tier_that_fails_is_off_and_comes_back_by_itself(caplog: pytest.
         assert again[0].prefilled < 32
 
 
-async def test_a_preempted_sequence_comes_back_from_a_tier() -> None:
-    """Two long outputs do not fit together: the younger is preempted, its blocks are evicted by the other, and it computes few again."""
-    async with tiered(PlainStore(100), blocks=24, seqs=2, max_len=96) as t:
+@pytest.mark.parametrize("room", [100, 1])
+async def test_a_preempted_sequence_comes_back_from_a_tier(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two long outputs do not fit together: the younger is preempted, and its blocks are evicted by the other.
+    Negative control: a store without room."""
+    monkeypatch.setattr(Tiers, "worth_loading", lambda self, media, compute_s, now: len(media))
+    monkeypatch.setattr(Tiers, "worth_meeting", lambda self, media, compute_s, now: None)
+    async with tiered(PlainStore(room), blocks=24, seqs=2, max_len=96) as t:
         seqs = [make_seq(f"s{i}", prompt(i, 8), max_tokens=72) for i in range(2)]
         await t.run(*seqs)
         await t.settled()
         assert [said(seq) for seq in seqs] == [expected(seq) for seq in seqs]
-        assert sum(seq.preemptions for seq in seqs) > 0
-        assert t.engine.colder is not None and t.engine.colder.loaded_tokens > 0
+        assert sum(seq.preemptions for seq in seqs) > 0 and t.engine.colder is not None
+        assert (t.engine.colder.loaded_tokens > 0) == (room > 1)
 
 
 @pytest.mark.parametrize("seed", range(6))
