@@ -35,6 +35,7 @@ from baton.profile.models import NUMBERS, Fitted, Form
 
 VERSION = 1
 DIGITS = 6  # significant
+WORST = 0.5  # of the errors that a draw takes: a fit that is more wrong, as on a busy machine, says nothing that a wider factor would
 FIELDS = ("source", "processor", "model", "engine", "commit", "when", "load", "kv_token_bytes", "form", "region")
 
 
@@ -114,7 +115,7 @@ class Profile:
 
 def _drawn(fitted: Fitted, rng: random.Random) -> Fitted:
     values = rng.choice(fitted.draws) if fitted.draws else fitted.values
-    factor = math.exp(rng.gauss(0.0, fitted.error))
+    factor = math.exp(rng.gauss(0.0, min(fitted.error, WORST)))
     return replace(fitted, values={name: value * factor for name, value in values.items()})
 
 
