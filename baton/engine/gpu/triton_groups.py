@@ -8,9 +8,12 @@ perhaps, a shift. They are read as they are stored, and become numbers of x's ty
 is taken out of its word and made a float32 by one logical operation: its bits, put below the exponent of 2^23, are 2^23 + q · 16^j, and x
 is divided by 16^j instead, which is exact.
 
-**More rows** (`_rows_kernel`): tiles of W become numbers of x's type, rounded like a dequantised matrix, and are multiplied by tensor
+**A few rows** (`_rows_kernel`): tiles of W become numbers of x's type, rounded like a dequantised matrix, and are multiplied by tensor
 cores. So a result differs from that of the dequantised matrix in the order of its sums. If there are few tiles, each is divided among
 `parts` programs along the columns, and a second kernel adds up what they have found, in one order.
+
+**Many rows**, and any but one where scales are too many for tiles (`tiled`): W is dequantised as a whole, or in parts of SCRATCH_BYTES,
+and the library multiplies. The memory for it goes back to PyTorch at once, so that the next product finds it.
 """
 
 from typing import NamedTuple
@@ -24,7 +27,11 @@ from torch import Tensor
 from baton.engine.model.quantised.matrix import Quantised
 
 ABREAST = 4  # words that lie side by side
-MOST_ROWS = 128  # of x in a tile
+MOST_ROWS = 64  # of x, for tiles
+TILE_WORDS = 8  # of a row of W in a tile
+GROUP_WORDS = 16  # of a group of 128 numbers of 4 bits
+DEQUANTISED_WORDS = 512  # at a time: four for each thread
+SCRATCH_BYTES = 256 << 20  # for a dequantised matrix: those of most models are smaller
 
 _ABREAST = tl.constexpr(ABREAST)
 _WHOLE = tl.constexpr(0x4B000000)  # float32 2^23
@@ -97,38 +104,48 @@ def _spread(q, PER: tl.constexpr, FLOAT8: tl.constexpr, MIDDLE: tl.constexpr):
 
 
 @triton.jit
+def _tile(
+    words, scales, shifts, o, known, first, row_words, groups, group_words, like,
+    PER: tl.constexpr, FLOAT8: tl.constexpr, SHIFTED: tl.constexpr, ONE_GROUP: tl.constexpr, OUTS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Rows `o` of W, from word `first` on, `[OUTS, WORDS * PER]` of the type that `like` points to."""
+    middle: tl.constexpr = 0 if SHIFTED else 1 << (32 // PER - 1)
+    word = first + tl.arange(0, WORDS)
+    inside = known[:, None] & (word < row_words)[None, :]
+    q = tl.load(words + o[:, None] * row_words + word[None, :], mask=inside, other=0)
+    w = _spread(q, PER, FLOAT8, middle)
+    if ONE_GROUP:
+        at = o * groups + first // group_words
+        w = w * tl.load(scales + at, mask=known, other=0.0).to(tl.float32)[:, None, None]
+        if SHIFTED:
+            w += tl.load(shifts + at, mask=known, other=0.0).to(tl.float32)[:, None, None]
+    else:
+        at = o[:, None] * groups + (word // group_words)[None, :]
+        w = w * tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+        if SHIFTED:
+            w += tl.load(shifts + at, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+    w = tl.permute(tl.reshape(w.to(like.dtype.element_ty), [OUTS, WORDS // _ABREAST, _ABREAST, PER]), (0, 1, 3, 2))
+    return tl.reshape(w, [OUTS, WORDS * PER])
+
+
+@triton.jit
 def _rows_kernel(
     x, words, scales, shifts, bias, out, rows, outs, width, row_words, groups, group_words, part_words, x_row,
     PER: tl.constexpr, FLOAT8: tl.constexpr, SHIFTED: tl.constexpr, BIASED: tl.constexpr, ONE_GROUP: tl.constexpr,
     ROWS: tl.constexpr, OUTS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    middle: tl.constexpr = 0 if SHIFTED else 1 << (32 // PER - 1)
-    columns: tl.constexpr = WORDS * PER
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o = tl.program_id(1).to(tl.int64) * OUTS + tl.arange(0, OUTS)
     known = o < outs
     begin = tl.program_id(2) * part_words
     total = tl.zeros([OUTS, ROWS], tl.float32)
     for first in range(begin, min(begin + part_words, row_words), WORDS):
-        word = first + tl.arange(0, WORDS)
-        inside = known[:, None] & (word < row_words)[None, :]
-        q = tl.load(words + o[:, None] * row_words + word[None, :], mask=inside, other=0)
-        w = _spread(q, PER, FLOAT8, middle)
-        if ONE_GROUP:
-            at = o * groups + first // group_words
-            w = w * tl.load(scales + at, mask=known, other=0.0).to(tl.float32)[:, None, None]
-            if SHIFTED:
-                w += tl.load(shifts + at, mask=known, other=0.0).to(tl.float32)[:, None, None]
-        else:
-            at = o[:, None] * groups + (word // group_words)[None, :]
-            w = w * tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)[:, :, None]
-            if SHIFTED:
-                w += tl.load(shifts + at, mask=inside, other=0.0).to(tl.float32)[:, :, None]
-        w = w.to(x.dtype.element_ty)
-        w = tl.permute(tl.reshape(w, [OUTS, WORDS // _ABREAST, _ABREAST, PER]), (0, 1, 3, 2))
-        column = first * PER + tl.arange(0, columns)
+        w = _tile(
+            words, scales, shifts, o, known, first, row_words, groups, group_words, x, PER, FLOAT8, SHIFTED, ONE_GROUP, OUTS, WORDS
+        )  # fmt: skip
+        column = first * PER + tl.arange(0, WORDS * PER)
         near = tl.load(x + row[None, :] * x_row + column[:, None], mask=(row < rows)[None, :] & (column < width)[:, None], other=0.0)
-        total = tl.dot(tl.reshape(w, [OUTS, columns]), near, total, input_precision="ieee")
+        total = tl.dot(w, near, total, input_precision="ieee")
     if BIASED:
         total += tl.load(bias + o, mask=known, other=0.0).to(tl.float32)[:, None]
     place = out + (tl.program_id(2) * rows + row[None, :]) * outs + o[:, None]
@@ -144,6 +161,20 @@ def _add_parts_kernel(parts, bias, out, size, outs, PARTS: tl.constexpr, BIASED:
     if BIASED:
         total += tl.load(bias + i % outs, mask=i < size, other=0.0).to(tl.float32)
     tl.store(out + i, total.to(out.dtype.element_ty), mask=i < size)
+
+
+@triton.jit
+def _dequantise_kernel(
+    words, scales, shifts, out, outs, width, row_words, groups, group_words,
+    PER: tl.constexpr, FLOAT8: tl.constexpr, SHIFTED: tl.constexpr, ONE_GROUP: tl.constexpr, OUTS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    o = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
+    known, first = o < outs, tl.program_id(1) * WORDS
+    w = _tile(
+        words, scales, shifts, o, known, first, row_words, groups, group_words, out, PER, FLOAT8, SHIFTED, ONE_GROUP, OUTS, WORDS
+    )  # fmt: skip
+    column = first * PER + tl.arange(0, WORDS * PER)
+    tl.store(out + o[:, None] * width + column[None, :], w, mask=known[:, None] & (column < width)[None, :])
 
 
 class Shape(NamedTuple):
@@ -181,11 +212,14 @@ class Product:
         return sum(each.nbytes for each in (self.words, self.scales, self.shifts) if each is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[0], self.outs)
-        if x.shape[0] == 1:
-            self.one_row(x, out, row_shape(self.outs, self.words.shape[1]))
-        elif x.shape[0]:
-            self.many_rows(x, out, rows_shape(x.shape[0], self.outs, self.words.shape[1], self.per, x.element_size()))
+        rows = x.shape[0]
+        out = x.new_empty(rows, self.outs)
+        if rows == 1:
+            self.one_row(x, out, row_shape(self.words.shape[1]))
+        elif tiled(rows, self.group_words):
+            self.in_tiles(x, out, rows_shape(rows, self.outs, self.words.shape[1], x.element_size()))
+        elif rows:
+            self.dequantised(x, out)
         return out
 
     def one_row(self, x: Tensor, out: Tensor, shape: Shape) -> None:
@@ -197,7 +231,7 @@ class Product:
             EVEN=row_words % shape.words == 0, ROWS=shape.outs, WORDS=shape.words, num_warps=shape.warps,
         )  # fmt: skip
 
-    def many_rows(self, x: Tensor, out: Tensor, shape: Shape) -> None:
+    def in_tiles(self, x: Tensor, out: Tensor, shape: Shape) -> None:
         (rows, _), row_words, parts = x.shape, self.words.shape[1], shape.parts
         x = x if x.stride(1) == 1 else x.contiguous()
         found = out if parts == 1 else out.new_empty(parts, rows, self.outs, dtype=torch.float32)
@@ -213,21 +247,46 @@ class Product:
             size = rows * self.outs
             _add_parts_kernel[(triton.cdiv(size, 1024),)](found, bias, out, size, self.outs, PARTS=parts, BIASED=biased, SIZE=1024)
 
+    def dequantised(self, x: Tensor, out: Tensor) -> None:
+        parts = triton.cdiv(self.outs * self.width * x.element_size(), SCRATCH_BYTES)
+        size = triton.cdiv(self.outs, parts)
+        scratch = x.new_empty(size, self.width)
+        for first in range(0, self.outs, size):
+            last = min(first + size, self.outs)
+            self._dequantise(slice(first, last), w := scratch[: last - first])
+            if self.bias is None:
+                torch.mm(x, w.t(), out=out[:, first:last])
+            else:
+                torch.addmm(self.bias[first:last], x, w.t(), out=out[:, first:last])
 
-def row_shape(outs: int, row_words: int) -> Shape:
+    def _dequantise(self, rows: slice, out: Tensor) -> None:
+        words, scales = self.words[rows], self.scales[rows]
+        (outs, row_words), size = words.shape, GROUP_WORDS if self.per == 8 else 2 * GROUP_WORDS
+        _dequantise_kernel[(triton.cdiv(outs, DEQUANTISED_WORDS // size), triton.cdiv(row_words, size))](
+            words, scales, scales if self.shifts is None else self.shifts[rows], out,
+            outs, self.width, row_words, scales.shape[1], self.group_words,
+            PER=self.per, FLOAT8=self.float8, SHIFTED=self.shifts is not None, ONE_GROUP=self.group_words % size == 0,
+            OUTS=DEQUANTISED_WORDS // size, WORDS=size, num_warps=4,
+        )  # fmt: skip
+
+
+def tiled(rows: int, group_words: int) -> bool:
+    """Whether so few rows are sooner multiplied in tiles. On an H200, with the matrices of Llama 3 8B: tiles of groups of 128 take 6 ms for
+    32 rows, and would take longer than dequantising and the library for 128; those of int4 groups of 32 take 15 ms. 4 ms for the library
+    alone, and 4 ms, at the speed of memory, to dequantise."""
+    return 1 < rows <= MOST_ROWS and group_words % TILE_WORDS == 0
+
+
+def row_shape(row_words: int) -> Shape:
     """For one row of x."""
     return Shape(1, 4, min(128, triton.next_power_of_2(row_words)), 1)
 
 
-def rows_shape(rows: int, outs: int, row_words: int, per: int, element: int) -> Shape:
+def rows_shape(rows: int, outs: int, row_words: int, element: int) -> Shape:
     """For `rows` of x, whose numbers have so many bytes."""
-    words = min(16 if per == 8 else 32, max(triton.next_power_of_2(row_words), 4 * ABREAST))
-    if rows <= 64:
-        tall = max(16, triton.next_power_of_2(rows))
-        tiles = triton.cdiv(outs, 64)
-        parts = max(1, min(8, 512 // tiles, row_words // (4 * words)))
-        return Shape(tall, 64, words, 4, parts)
-    return Shape(MOST_ROWS if element <= 2 else 32, 128 if element <= 2 else 32, words // 2, 8)
+    tall, wide = max(16, triton.next_power_of_2(rows)), 128 if element <= 2 else 64
+    parts = max(1, min(8, 1024 // triton.cdiv(outs, wide), row_words // (4 * TILE_WORDS)))
+    return Shape(tall, wide, TILE_WORDS, 4, parts)
 
 
 def _packed(matrix: Quantised) -> Tensor:

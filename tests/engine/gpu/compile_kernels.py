@@ -148,8 +148,8 @@ def stored(survey: Survey, every: bool) -> None:
         survey.model = f"{bits} bits, groups of {group}{', shifts' if shifted else ''}{', float8' if float8 else ''}"
         factors = torch.rand(256, 4096 // group).half()
         matrix = Quantised(bits, group, torch.zeros(256, 4096, dtype=torch.uint8), factors, factors if shifted else None, float8)
-        product = triton_groups.Product(matrix, torch.zeros(256), torch.device("cpu"))
         for dtype in (BF16, F32) if every else (BF16,):
+            product = triton_groups.Product(matrix, torch.zeros(256, dtype=dtype), torch.device("cpu"))
             for rows in (1, 8, 32, 200):
                 product(torch.empty(rows, 4096, dtype=dtype))
 

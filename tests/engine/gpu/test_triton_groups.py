@@ -7,7 +7,8 @@ from baton.engine.model.linear import AS_STORED, DEQUANTISED, Linear
 from baton.engine.model.quantised.matrix import Quantised
 
 pytest.importorskip("triton")
-from baton.engine.gpu.triton_groups import Product, Shape, fits
+from baton.engine.gpu import triton_groups
+from baton.engine.gpu.triton_groups import Product, Shape, fits, tiled
 from baton.engine.gpu.triton_ops import TritonOps
 
 # bits, group, rows, columns, shifts, float8
@@ -66,8 +67,39 @@ def test_columns_may_be_divided_among_programs(device: torch.device, name: str, 
     matrix = make(*FORMS[name])
     x, bias = torch.randn(5, matrix.shape[1]), torch.randn(matrix.shape[0])
     out = torch.empty(5, matrix.shape[0], device=device)
-    Product(matrix, bias.to(device), device).many_rows(x.to(device), out, Shape(16, 32, 16, 4, parts))
+    Product(matrix, bias.to(device), device).in_tiles(x.to(device), out, Shape(16, 32, 16, 4, parts))
     assert error(out, x.double() @ matrix.dequantised().double().t() + bias) < 2e-6
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_dequantised_matrix_takes_bounded_memory(device: torch.device, name: str, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = make(*FORMS[name])
+    (outs, width), taken = matrix.shape, list[int]()
+    monkeypatch.setattr(triton_groups, "SCRATCH_BYTES", 4 * width * 8)
+    x, bias = torch.randn(5, 2 * width)[:, width:], torch.randn(outs) if biased else None
+    product, out = Product(matrix, None if bias is None else bias.to(device), device), torch.empty(5, outs, device=device)
+    inner = product._dequantise
+    monkeypatch.setattr(product, "_dequantise", lambda rows, into: (taken.append(into.numel()), inner(rows, into)))
+    product.dequantised(x.to(device), out)
+    assert max(taken) <= 8 * width and sum(taken) == outs * width
+    assert error(out, x.double() @ matrix.dequantised().double().t() + (0 if bias is None else bias)) < 2e-6
+
+
+def test_a_matrix_is_dequantised_to_what_it_is_worth(device: torch.device) -> None:
+    """Bit for bit, where no shift is added after a product was rounded."""
+    for name in ("gptq", "q8_0", "float8 blocks"):
+        matrix = make(*FORMS[name])
+        found = torch.empty(matrix.shape, dtype=torch.float16, device=device)
+        Product(matrix, None, device)._dequantise(slice(0, len(found)), found)
+        assert torch.equal(found.cpu(), matrix.dequantised().half()), name
+
+
+@pytest.mark.parametrize(
+    ("rows", "group_words", "expected"), [(2, 16, True), (64, 32, True), (65, 16, False), (2048, 512, False), (8, 4, False)]
+)
+def test_tiles_are_for_few_rows_of_large_groups(rows: int, group_words: int, expected: bool) -> None:
+    assert tiled(rows, group_words) == expected
 
 
 def test_x_may_be_part_of_longer_rows(device: torch.device) -> None:
