@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from gpu import Machine, Report, sequences, steps
@@ -156,7 +156,11 @@ def beside(machine: Machine, report: Report, runner: GpuRunner, blocks: Sequence
     """Decode steps, alone and while blocks go down and come up all the time."""
     batch, context = machine.sizes.interference[:2]
     found: dict[str, Any] = {}
-    for name, around in (("alone", nullcontext(lambda: 0)), ("beside a tier", traffic(runner.pool, blocks, into))):
+    arounds: dict[str, AbstractContextManager[Callable[[], int]]] = {
+        "alone": nullcontext(lambda: 0),
+        "beside a tier": traffic(runner.pool, blocks, into),
+    }
+    for name, around in arounds.items():
         seqs = sequences(runner, batch, context, count + 16)
         with around as moved:
             began, before = time.perf_counter(), moved()

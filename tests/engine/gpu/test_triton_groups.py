@@ -80,7 +80,12 @@ def test_a_dequantised_matrix_takes_bounded_memory(device: torch.device, name: s
     x, bias = torch.randn(5, 2 * width)[:, width:], torch.randn(outs) if biased else None
     product, out = Product(matrix, None if bias is None else bias.to(device), device), torch.empty(5, outs, device=device)
     inner = product._dequantise
-    monkeypatch.setattr(product, "_dequantise", lambda rows, into: (taken.append(into.numel()), inner(rows, into)))
+
+    def dequantise(rows: slice, into: torch.Tensor) -> None:
+        taken.append(into.numel())
+        inner(rows, into)
+
+    monkeypatch.setattr(product, "_dequantise", dequantise)
     product.dequantised(x.to(device), out)
     assert max(taken) <= 8 * width and sum(taken) == outs * width
     assert error(out, x.double() @ matrix.dequantised().double().t() + (0 if bias is None else bias)) < 2e-6
