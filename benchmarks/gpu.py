@@ -1,4 +1,4 @@
-"""The engine on one CUDA device: checked, then timed, as shares of what the device achieved in the same run (sections G1-G9 and G11-G14).
+"""The engine on one CUDA device: checked, then timed, as shares of what the device achieved in the same run (sections G1-G14).
 
     python benchmarks/gpu.py OUT [--only g2,g3] [--backend auto] [--budget 420] [--cpu-smoke]
 
@@ -586,6 +586,16 @@ def g9(machine: Machine, report: Report) -> dict[str, Any]:
     return found
 
 
+def g10(machine: Machine, report: Report) -> dict[str, Any]:
+    """Tokens/s with guesses, as a multiple of those without."""
+    import gpu_speculation  # alone needs what ships
+
+    gc.collect()
+    if machine.cuda:
+        torch.cuda.empty_cache()
+    return gpu_speculation.measure(machine, config_of, report.row, SMOKE)
+
+
 def g11(machine: Machine, report: Report, left: Callable[[], float]) -> dict[str, Any]:
     """Prompt and output of one batch, greedy, compared with `transformers` (as it is, and compiled with a static cache) and a plain torch
     loop."""
@@ -830,6 +840,7 @@ def main() -> int:
             run.section(name, on_big(partial(work, machine, report)))
         big.clear()
     run.section("g9", lambda: g9(machine, report))
+    run.section("g10", lambda: g10(machine, report))
     run.section("g11", lambda: g11(machine, report, run.left))
     run.section("g14", lambda: g14(machine, report))
     run.section("g12", lambda: g12(machine, report, run.left))

@@ -46,14 +46,14 @@ def check(options: Options) -> None:
     """Raises BuildError, which names the configuration key, for options of which one excludes another."""
     if options.engine.batch_invariant and options.engine.kind != "vllm":
         raise BuildError("engine.batch_invariant is a mode of vLLM; set engine.kind to vllm")
-    if options.engine.speculation in BESIDE and options.engine.kind == "baton" and options.engine.device != "cpu":
-        raise BuildError(f"engine.speculation: {options.engine.speculation} needs engine.device cpu")
+    if options.engine.speculation == "heads" and options.engine.kind == "baton" and options.engine.device != "cpu":
+        raise BuildError("engine.speculation: heads needs engine.device cpu")
     for key, given in (("draft_model", options.engine.draft_model is not None), ("draft_dtype", options.engine.draft_dtype != "auto")):
         if given and options.engine.speculation not in BESIDE:
             raise BuildError(f"engine.{key}: needs engine.speculation {' or '.join(BESIDE)}")
     branches, method = options.engine.speculation_branches, options.engine.speculation
-    if branches > 1 and (options.engine.kind != "baton" or options.engine.device != "cpu"):
-        raise BuildError(f"engine.speculation_branches: {branches} needs engine.kind baton and engine.device cpu")
+    if branches > 1 and options.engine.kind != "baton":
+        raise BuildError(f"engine.speculation_branches: {branches} needs engine.kind baton")
     if branches > 1 and method not in BRANCHING:
         raise BuildError(f"engine.speculation_branches: {branches} needs engine.speculation {' or '.join(BRANCHING)}, not {method}")
     if options.direct and (options.engine.device == "cpu" or options.engine.kind == "vllm"):
@@ -171,7 +171,8 @@ def _on_device(runner: Any, options: Options, longest: int) -> Engine:
     from baton.engine.gpu.overlap import OverlapEngine
 
     limits, engine = options.engine.limits, options.engine
-    capacity = Capacity(limits.max_num_seqs, limits.max_num_batched_tokens, longest)
+    guesses = engine.speculation_tokens if engine.speculation != NONE else 0
+    capacity = Capacity(limits.max_num_seqs, limits.max_num_batched_tokens, longest, limits.speculation_branches, guesses)
     tell(Step("trying attention backends"))
     try:
         backend = runner.choose_attention(engine.attention_backend, engine.equal_arithmetic)
@@ -206,7 +207,7 @@ def _drafter(options: Options, runner: Runner) -> Drafter | None:
         log.warning(
             "engine.speculation: this arithmetic has other last bits for several tokens in a step than for one, so a token may differ"
         )
-    if options.engine.speculation_branches > 1 and not exact(runner):
+    if options.engine.speculation_branches > 1 and not (exact(runner) or runner.on_device):
         raise BuildError("engine.speculation_branches: this arithmetic has other last bits for several tokens in a step than for one")
     return make_drafter(options, runner)
 

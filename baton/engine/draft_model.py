@@ -10,6 +10,7 @@ target has filled does not count as full: nobody is shown one that has only one 
 it.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -45,6 +46,7 @@ class DraftModel(Drafter):
 
     reads_hidden = False
     other_tokens = 1
+    few = FEW
 
     def __init__(self, runner: ModelRunner, bound: int, others: int = 0) -> None:
         """`runner` has the smaller model, and no pool. `bound`: tokens of a draft at most; `others`: so many other choices of its first
@@ -76,18 +78,19 @@ class DraftModel(Drafter):
         """Greedy guesses of a greedy sequence; of another, what the draft would draw. None of one that is still far behind."""
         ends, left = dict[Sequence, int](), CAUGHT_UP
         for seq in (ask.seq for ask in asks):
-            if len(seq.tokens) - seq.drafted > FEW and left > 0:
+            if len(seq.tokens) - seq.drafted > self.few and left > 0:
                 ends[seq] = min(len(seq.tokens) - 1, seq.drafted + left)
                 left -= ends[seq] - seq.drafted
         self._catch_up(ends)
-        near = [ask for ask in asks if len(ask.seq.tokens) - ask.seq.drafted <= FEW]
-        plain = all(ask.seq.matcher is None and takes_greatest(ask.seq.params) for ask in near)
-        drafts = dict(
-            zip((ask.seq for ask in near), self._greedy(near) if plain else self._chained(near) or self._drawn(near), strict=True)
-        )
+        near = [ask for ask in asks if len(ask.seq.tokens) - ask.seq.drafted <= self.few]
+        drafts = dict(zip((ask.seq for ask in near), self._guess(near), strict=True))
         for seq in drafts:
             seq.drafted = len(seq.tokens)
         return [drafts.get(ask.seq, []) for ask in asks]
+
+    def _guess(self, near: Seq[Ask]) -> list[Seq[int]]:
+        plain = all(ask.seq.matcher is None and takes_greatest(ask.seq.params) for ask in near)
+        return self._greedy(near) if plain else self._chained(near) or self._drawn(near)
 
     def _catch_up(self, ends: Mapping[Sequence, int]) -> None:
         """Computes the KV up to these ends as that of a prompt is."""
@@ -101,7 +104,8 @@ class DraftModel(Drafter):
 
     def measure(self, most: int) -> DraftCosts:
         """Measures what it takes for up to `most` sequences."""
-        self._costs = draft_costs(self, most, self._runner.layout.block_size)
+        clock = time.perf_counter if self._runner.on_device else time.thread_time
+        self._costs = draft_costs(self, most, self._runner.layout.block_size, clock)
         return self._costs
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:

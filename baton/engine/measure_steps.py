@@ -43,7 +43,7 @@ def step_line(runner: Runner, most: int, guesses: int) -> Line:
     return line
 
 
-def draft_costs(drafter: Drafter, most: int, block_size: int) -> DraftCosts:
+def draft_costs(drafter: Drafter, most: int, block_size: int, clock: Callable[[], float] = time.thread_time) -> DraftCosts:
     """What it takes to draft for up to `most` sequences: all that a model's drafter does in Python, too. No record refers to what it
     leaves in the pool's first blocks."""
     guesses = min(GUESSES, drafter.bound)
@@ -55,7 +55,7 @@ def draft_costs(drafter: Drafter, most: int, block_size: int) -> DraftCosts:
         drafter.propose([Ask(seq, count) for seq in seqs])
 
     def line(count: int) -> Line:
-        return measured(lambda sequences: run(sequences, count), max(2, most))
+        return measured(lambda sequences: run(sequences, count), max(2, most), clock)
 
     one = line(1)
     costs = DraftCosts(one, line(guesses), guesses) if guesses > 1 else DraftCosts(one)
@@ -71,7 +71,7 @@ def copy_seconds(runner: Runner) -> float:
         for _ in range(count):
             runner.copy(0, min(1, runner.pool.num_blocks - 1))
 
-    return measured(run, 2).at(1)
+    return measured(run, 2, time.perf_counter if runner.on_device else time.thread_time).at(1)
 
 
 def measured(run: Callable[[int], None], most: int, clock: Callable[[], float] = time.thread_time) -> Line:

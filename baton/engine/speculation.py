@@ -91,7 +91,12 @@ def _pair_draft(runner: Any, options: Options, folder: Path) -> None:
         draft = load(ModelRunner, options.but(path=str(folder), weight_dtype=engine.draft_dtype, kv_dtype="auto"))
     except (ValueError, OSError) as error:
         raise ValueError(f"engine.draft_model: {error}") from None
-    runner.pair(DraftModel(draft, engine.speculation_tokens, engine.speculation_branches - 1))
+    kind: type[DraftModel] = DraftModel
+    if runner.on_device:
+        from baton.engine.gpu.device_draft import DeviceDraft
+
+        kind = DeviceDraft
+    runner.pair(kind(draft, engine.speculation_tokens, engine.speculation_branches - 1))
 
 
 def exact(runner: Runner) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.gpu.inputs import Inputs, Step
-from baton.engine.model.attention import PagedAttention, PagedKv, plan
+from baton.engine.model.attention import PagedAttention, PagedKv, plan, plan_store, store
 from baton.engine.model.checkpoint import LayerAttention
 
 
@@ -82,6 +82,10 @@ class TorchAttention(DeviceAttention):
 
     def begin(self, step: Step) -> None:
         self._attend = PagedAttention(self.paged, plan(step.spans, self.paged, self.layers))
+        self._again = [row for row, _ in step.again]
+        self._slots = plan_store([span for _, span in step.again], self.paged)[1] if step.again else None
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        if self._slots is not None:
+            store(kv[self._again], self.paged.layers[layer], self._slots)
         return self._attend(layer, q, kv)

@@ -16,6 +16,7 @@ from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPaged
 from torch import Tensor
 
 from baton.engine.gpu.device import Mark
+from baton.engine.gpu.graphs import LARGEST
 from baton.engine.gpu.inputs import Inputs, Step
 from baton.engine.gpu.triton_attention import flatten_tables
 from baton.engine.gpu.triton_backend import StoringAttention
@@ -34,9 +35,8 @@ class FlashInferAttention(StoringAttention):
         self._kind_of = [self._kinds.index(how) for how in self.layers]
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         # Block tables of a step, one after the other; and the copy that captured decodes read. One more than any step's blocks.
-        self._indices, self._captured = torch.zeros(
-            2, inputs.capacity.max_num_seqs * inputs.width + 1, dtype=torch.int32, device=pool.device
-        )
+        rows = max(inputs.capacity.max_num_seqs, LARGEST)  # a guess has a row of its own
+        self._indices, self._captured = torch.zeros(2, rows * inputs.width + 1, dtype=torch.int32, device=pool.device)
         self._decoders: dict[int, list[BatchDecodeWithPagedKVCacheWrapper]] = {}  # by size; 0: not captured
         self._prefillers = [BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND") for _ in self._kinds]
         self._copied = Mark(pool.device)
@@ -47,6 +47,8 @@ class FlashInferAttention(StoringAttention):
         counts = -(-step.lengths // self.inputs.block_size)  # [B]
         firsts = np.append(0, np.cumsum(counts)).astype(np.int32)
         last = (step.lengths - 1) % self.inputs.block_size + 1
+        if firsts[-1] > len(self._indices):  # of a step that is not captured
+            self._indices = self._indices.new_zeros(int(firsts[-1]))
         flatten_tables(self.inputs.tables, step.seats, self.inputs.upload(firsts.tolist()), int(counts.max()), self._indices)
         indptr, last_len, shape = torch.from_numpy(firsts), torch.from_numpy(last.astype(np.int32)), self._shape()
         if step.size:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+LARGEST = 512  # decodes of a captured step
+GUESSED = 64  # decodes up to which steps with guesses are captured: larger ones are rarely bound by reading the weights
 WARM_UPS = 2  # runs before a capture: libraries allocate, and kernels are compiled, during the first ones
 
 # What a step computes, and what replays it.
@@ -17,8 +19,8 @@ Compute = Callable[[], Tensor]
 
 
 def ladder(most: int) -> tuple[int, ...]:
-    """Batch sizes from 1 to `most`, 512 at most: powers of two up to 8, then steps of 8, 16 and 32."""
-    sizes = [1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, 513, 32)]
+    """Batch sizes from 1 to `most`, LARGEST at most: powers of two up to 8, then steps of 8, 16 and 32."""
+    sizes = [1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, LARGEST + 1, 32)]
     below = [size for size in sizes if size < most]
     return (*below, most) if most <= sizes[-1] else tuple(below)
 

@@ -12,9 +12,11 @@ This has further consequences:
   that filled them has been read: by then all their tokens are known, and their KV is written.
 - **Surplus.** A stop token is seen one step late. The step in flight computes a position for that sequence that is not needed, and the
   result is dropped. Ends that can be foreseen (length, `hold`) make no surplus: they get no `UNKNOWN`, so nothing is pending.
-- **Who is guessed for, waits.** Guesses follow known tokens. So a sequence for which the drafter is ready gets no `UNKNOWN`: it joins every
-  other step, and sequences that began at different steps fill each other's gaps. After a step with guesses it waits in any case: how far
-  it has come is not known. Nobody waits while so many run that a step of all of them gets no guesses.
+- **Who is guessed for, waits, and so do the others.** Guesses follow known tokens. So a sequence for which the drafter is ready gets no
+  `UNKNOWN`, and after a step with guesses none does that had some: how far it has come is not known. While such a sequence is in flight,
+  that step is read before the next one is chosen. Otherwise sequences that began at different steps would join every other step each, and
+  a device that is bound by reading the weights reads them for both halves. Nobody waits while so many run that a step of all of them gets
+  no guesses.
 - **So does who has a grammar:** the mask of a token depends on the one before it. And so do beams: which go on depends on all of them.
 - **No block is released while a step in flight may write to it.** Blocks of a sequence that ends or is aborted are parked until that step
   has been read. The device would keep the order, but a transport that fills a block (`Engine.reserve`) would not.
@@ -26,7 +28,7 @@ on a device concerns only those who read and fill its blocks (`Pool.expose`, `Po
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.engine.core.blocks import BlockPool
@@ -78,8 +80,8 @@ class Flight:
 class LateScheduler(Scheduler):
     """A scheduler that parks blocks to which a step in flight may still write."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, block_size: int, drafter: Drafter | None = None) -> None:
-        super().__init__(pool, replace(limits, speculation_branches=1), block_size, drafter=drafter)
+    def __init__(self, pool: BlockPool, limits: Limits, block_size: int, drafter: Drafter | None = None, draft_kv: bool = False) -> None:
+        super().__init__(pool, limits, block_size, drafter=drafter, draft_kv=draft_kv)
         self.flight: Flight | None = None
 
     def lacks_blocks(self, more: int = 0) -> bool:
@@ -110,8 +112,9 @@ class OverlapEngine(Engine):
         self, runner: OverlapRunner, limits: Limits, max_len: int, prefix_caching: bool = True, drafter: Drafter | None = None
     ) -> None:
         super().__init__(runner, limits, max_len, prefix_caching, drafter=drafter)
-        self.scheduler = LateScheduler(self.pool, limits, self.block_size, drafter=drafter)
+        self.scheduler = LateScheduler(self.pool, limits, self.block_size, drafter, runner.layout.draft is not None)
         self._drafts = drafter is not None
+        self._guessed = False  # whether guesses follow for a sequence in flight
 
     @property
     def idle(self) -> bool:
@@ -119,7 +122,7 @@ class OverlapEngine(Engine):
 
     def step(self, now: float = 0.0) -> list[Output]:
         """Submits the next batch, then returns the outputs of the previous one."""
-        outputs = self._land(None) if self.scheduler.lacks_blocks(self.groups.wanted) else []
+        outputs = self._land(None) if self._guessed or self.scheduler.lacks_blocks(self.groups.wanted) else []
         batch = self._schedule(now, outputs)
         if not batch and self.scheduler.flight is not None:
             outputs += self._land(None)
@@ -128,8 +131,11 @@ class OverlapEngine(Engine):
             flight = Flight(batch, self.runner.submit(batch)) if batch else None
         except OutOfDeviceMemory as error:
             outputs += self._land(None)  # then all tokens are known, and nothing writes to the blocks that are given up
+            for chunk in batch:
+                self.scheduler.choose(chunk, None)
             return outputs + self._lighten(batch, error)
         outputs += self._land(flight)
+        self._guessed = False
         for chunk in batch:
             if flight is not None and chunk.seq not in flight.gone:
                 self._book(chunk)
@@ -146,7 +152,10 @@ class OverlapEngine(Engine):
         outputs = []
         for i, (chunk, tokens) in enumerate(zip(landed.batch, result.tokens, strict=True)):
             seq = chunk.seq
-            if seq in landed.gone or seq.state is State.DONE:  # a beam goes with the one that failed
+            gone = seq in landed.gone or seq.state is State.DONE  # a beam goes with the one that failed
+            if gone or i in result.failed or i in result.denied:
+                self.scheduler.choose(chunk, None)
+            if gone:
                 continue
             if i in result.failed:
                 outputs += self._fail(NonFiniteLogits([seq.id]))
@@ -163,7 +172,9 @@ class OverlapEngine(Engine):
     def _book(self, chunk: Chunk) -> None:
         seq, samples = chunk.seq, chunk.samples
         seq.computed += chunk.n
-        waits = bool(chunk.drafts) or seq.matcher is not None or seq.params.beams is not None or self._guesses(seq)
+        guessed = samples and (bool(chunk.drafts) or self._guesses(seq))
+        self._guessed = self._guessed or guessed
+        waits = guessed or seq.matcher is not None or seq.params.beams is not None
         if samples and not (waits or seq.hold or seq.remaining <= 1 or len(seq.tokens) + 1 >= self.max_len):
             seq.tokens.append(UNKNOWN)
 

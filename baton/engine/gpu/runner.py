@@ -5,9 +5,12 @@ steps are computed in order; `Pending.result` waits for the event after the last
 """
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.attention import DeviceAttention, Packed
 from baton.engine.gpu.choice import Facts, first_that_works, installed, make_attention
 from baton.engine.gpu.device import Mark, model_of, recover
-from baton.engine.gpu.graphs import Captures, Graphs, ladder, uncaptured
+from baton.engine.gpu.graphs import Captures, Compute, Graphs, ladder, uncaptured
 from baton.engine.gpu.inputs import Capacity, Inputs, Seat, Step
 from baton.engine.gpu.overlap import StepResult
 from baton.engine.gpu.pool import DevicePool, rows
@@ -28,31 +31,45 @@ from baton.engine.gpu.trial import rehearse
 from baton.engine.model.kv_views import DTYPES, views
 from baton.engine.model.moe import Mixture, SeparateExperts
 from baton.engine.model.transformer import Transformer
-from baton.engine.runner import ModelRunner, computed_by
+from baton.engine.runner import Companion, ModelRunner, computed_by, rows_of
 
 log = logging.getLogger(__name__)
+
+
+Rows = list[tuple[int, Sequence]]  # of logits: index into the batch, and the sequence that is sampled
+
+
+class DeviceCompanion(Companion, Protocol):
+    """A `Companion` on a device. `follow` is called when the step is submitted: it does not wait, and what the chunks yield is not known
+    yet."""
+
+    def place(self, kv: Tensor, capacity: Capacity, capture: Callable[[Compute], Compute]) -> None:
+        """In place of `attach`. The last of the blocks is scratch. `capture`: see `Graphs`."""
+        ...
+
+    def detach(self) -> None:
+        """Drops all that `place` made."""
+        ...
 
 
 class DevicePending:
     """A step that was submitted: its answers are being copied to the host."""
 
-    def __init__(self, step: Step, rows: list[tuple[int, Sequence]], draw: Draw | None, copied: Mark) -> None:
-        self._batch = step.batch
-        self._rows = rows  # of the logits: index into the batch, and the sequence that is sampled
-        self._draw = draw
+    def __init__(self, batch: Seq[Chunk], draws: list[tuple[Rows, Draw]], copied: Mark) -> None:
+        self._batch = batch
+        self._draws = draws
         self._copied = copied
 
     def result(self) -> StepResult:
         self._copied.wait()
         tokens: list[Tokens] = [()] * len(self._batch)
-        if self._draw is None:
-            return StepResult(tokens)
         found: dict[int, list[Sampled | None]] = {}
-        for (i, _), answer in zip(self._rows, answers(self._draw, [seq for _, seq in self._rows]), strict=True):
-            found.setdefault(i, []).append(answer)
+        denied = frozenset(i for told, draw in self._draws for at, (i, _) in enumerate(told) if at in draw.denied)
+        for told, draw in self._draws:
+            for (i, _), answer in zip(told, answers(draw, [seq for _, seq in told]), strict=True):
+                found.setdefault(i, []).append(answer)
         for i, own in found.items():
             tokens[i] = tuple(takewhile(lambda answer: answer is not None, own))  # type: ignore[arg-type]
-        denied = frozenset(i for at, (i, _) in enumerate(self._rows) if at in self._draw.denied)
         return StepResult(
             [() if i in denied else each for i, each in enumerate(tokens)],
             frozenset(i for i in found if not tokens[i]) - denied,
@@ -64,6 +81,7 @@ class GpuRunner(ModelRunner):
     """A `ModelRunner` that can `submit`. It is loaded as one; `attach` takes what a device needs in addition to a pool."""
 
     pool: DevicePool  # type: ignore[assignment]  # not a CPU's
+    draft: DeviceCompanion | None
 
     def attach(
         self,
@@ -88,18 +106,22 @@ class GpuRunner(ModelRunner):
         self.pool, self._memory = DevicePool(self.layout, memory), memory
         found = views(self.layout, memory[: pool.num_blocks + 1])  # the last one is scratch
         self.blocks = found["kv"]
+        self._hidden: Tensor | None = None  # of the last captured step, [T, H]
         self._inputs = Inputs(capacity, self.layout.block_size, pool.num_blocks, self.device)
-        self._sampler = Sampler(self.eos_token_ids, capacity.max_num_seqs, self.device, _pick(self.device))
+        self._sampler = Sampler(self.eos_token_ids, capacity.max_num_seqs, self.device, picking(self.device))
         config = self.model.config
         kv = Packed(self.blocks, self.layout.head_dim) if self.layout.stored == "int4" else self.blocks
         self.attention: DeviceAttention = make_attention(
             backend, kv, config.attention, config.heads, self.layout.value_dim, self._inputs, found.get("scales"),
             DTYPES[self.layout.dtype],
         )  # fmt: skip
-        self.graphs = Graphs(Captures(self.device) if self.device.type == "cuda" else uncaptured)
-        if self.attention.capturable and not _asks_the_device(self.model):
-            self._capture(ladder(capacity.max_num_seqs) if graph_sizes is None else sorted(graph_sizes))
+        capture = Captures(self.device) if self.device.type == "cuda" else uncaptured
+        self.graphs = Graphs(capture)
+        if self.attention.capturable and not asks_the_device(self.model):
+            self._capture(ladder(capacity.most_rows) if graph_sizes is None else sorted(graph_sizes))
         self._warm_up_sampler()
+        if self.draft is not None:
+            self.draft.place(found["draft"], capacity, capture)
 
     def choose_attention(self, wanted: str, declared_equal: bool = False) -> str:
         """The backend to `attach` with: `wanted`, or for auto the first that works. What does not is passed over, and the reason logged.
@@ -123,8 +145,10 @@ class GpuRunner(ModelRunner):
 
     def detach(self) -> None:
         """Drops the pool and all that `attach` made."""
-        for name in ("blocks", "pool", "_memory", "attention", "graphs", "_inputs", "_sampler"):
+        for name in ("blocks", "pool", "_memory", "attention", "graphs", "_inputs", "_sampler", "_hidden"):
             self.__dict__.pop(name, None)
+        if self.draft is not None:
+            self.draft.detach()
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         result = self.submit(batch).result()
@@ -146,53 +170,89 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def _submit(self, batch: Seq[Chunk]) -> DevicePending:
-        step, sampling, logits = self._compute(batch)
-        draw: Draw | None = None
-        rows = [(i, seq) for i in sampling for seq in batch[i].rows]
-        if any(chunk.drafts for chunk in batch):  # the host knows all tokens, and keeps it so
-            draw = self._to_host(self._sampler.draw(logits, [seq for _, seq in rows], [Seat(at) for at in range(len(rows))], guessed=True))
-        elif sampling:
-            seated = [seat for i, seat in zip(step.order, step.seated, strict=True) if batch[i].samples]
-            draw = self._sampler.draw(logits, [batch[i].seq for i in sampling], seated)
-            self._inputs.remember(seated, draw.tokens)
-            draw = self._to_host(draw)
+        step, logits, hidden = self._compute(batch)
+        draws = self._sample(step, logits)
+        if self.draft is not None:
+            self.draft.follow(batch, self._in_order(step, hidden), ())
         copied = Mark(self.device)
         copied.record()
-        return DevicePending(step, rows, draw, copied)
+        return DevicePending(batch, draws, copied)
 
     @torch.inference_mode()
     def run_logits(self, batch: Seq[Chunk]) -> Tensor:
-        """Computes the batch; float32 logits `[chunks that sample, V]` in the batch's order."""
-        _, sampling, logits = self._compute(batch)
-        return logits[torch.tensor(sampling, device=self.device).argsort()]
+        """Computes the batch; float32 logits `[R, V]`, a row for each of `Chunk.rows`, in the batch's order."""
+        step, logits, _ = self._compute(batch)
+        own = _sampled(step)
+        return logits[self._inputs.upload([row for i in sorted(own) for row in own[i]])]
 
-    def _compute(self, batch: Seq[Chunk]) -> tuple[Step, list[int], Tensor]:
-        """(step, indices of the chunks that sample, in the step's order, the logits of their rows in that order)."""
+    def _compute(self, batch: Seq[Chunk]) -> tuple[Step, Tensor, Tensor | None]:
+        """(step, the logits of what is sampled, in the step's order, the hidden states of all tokens, if somebody reads them)."""
         step = self._inputs.prepare(batch, self.graphs.sizes)
-        sampling = [i for i in step.order if batch[i].samples]
         self.attention.begin(step)
-        if step.captured:
-            logits = self.graphs.run(step.size)
-            if len(sampling) == len(batch):
-                return step, sampling, logits[: len(batch)]
-            return step, sampling, logits[self._inputs.upload([row for row, i in enumerate(step.order) if batch[i].samples])]
-        lasts = (step.rows[1:] - 1).tolist()
-        ends = [(batch[i], last) for i, last in zip(step.order, lasts, strict=True) if batch[i].samples]
-        rows = [row for chunk, last in ends for row in range(last - len(chunk.drafts), last + 1)]
-        return step, sampling, self._forward(step, self._inputs.upload(rows))
+        rows, end = list[int](), 0
+        for chunk in (batch[i] for i in step.order):
+            end += chunk.positions
+            rows += range(end - 1 - chunk.guesses, end) if chunk.samples else ()
+        if not step.captured:
+            return step, *self._forward(step, self._inputs.upload(rows))
+        logits = self.graphs.run(step.size)
+        hidden = None if self._hidden is None else self._hidden[:end]
+        return step, logits[:end] if len(rows) == end else logits[self._inputs.upload(rows)], hidden
 
-    def _forward(self, step: Step, rows: Tensor) -> Tensor:
-        return self.model.forward(self._inputs.ids(step), step.positions, self.attention, rows)
+    def _forward(self, step: Step, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        ids = self._inputs.ids(step)
+        if self.draft is None or not self.draft.reads_hidden:
+            return self.model.forward(ids, step.positions, self.attention, rows), None
+        hidden = self.model.hidden(ids, step.positions, self.attention, None)
+        return self.model.logits(hidden[rows]), hidden
+
+    def _sample(self, step: Step, logits: Tensor) -> list[tuple[Rows, Draw]]:
+        """Sequences with guesses on their own: the host knows their tokens, and keeps it so."""
+        batch, own, draws = step.batch, _sampled(step), list[tuple[Rows, Draw]]()
+        for guessed in (False, True):
+            chosen = [i for i in own if bool(batch[i].drafts) == guessed]
+            if not chosen:
+                continue
+            some = logits if len(chosen) == len(own) else logits[self._inputs.upload([row for i in chosen for row in own[i]])]
+            rows = [(i, seq) for i in chosen for seq in rows_of(batch[i])]
+            seqs = [seq for _, seq in rows]
+            if guessed:
+                draw = self._sampler.draw(some, seqs, [Seat(at) for at in range(len(rows))], guessed=True)
+            else:
+                seated = [self._inputs.seat(seq) for seq in seqs]
+                draw = self._sampler.draw(some, seqs, seated)
+                self._inputs.remember(seated, draw.tokens)
+            draws.append((rows, self._to_host(draw)))
+        return draws
+
+    def _in_order(self, step: Step, hidden: Tensor | None) -> Tensor | None:
+        """The states of the batch's tokens, in the batch's order."""
+        if hidden is None or step.order == sorted(step.order):
+            return hidden
+        own, end = dict[int, range](), 0
+        for i in step.order:
+            own[i] = range(end, end + step.batch[i].positions)
+            end = own[i].stop
+        return hidden[self._inputs.upload([row for i in sorted(own) for row in own[i]])]
 
     @torch.inference_mode()
     def _capture(self, sizes: Seq[int]) -> None:
-        """Captures graphs of these sizes, ascending, from batches of dummies. All write their logits to the same tensor."""
-        logits = torch.empty(max(sizes, default=0), self.vocab_size, device=self.device)
+        """Captures graphs of these sizes, ascending, from batches of dummies. All write to the same tensors."""
+        most = max(sizes, default=0)
+        logits = torch.empty(most, self.vocab_size, device=self.device)
+        if self.draft is not None and self.draft.reads_hidden:
+            self._hidden = torch.empty(most, self.model.config.hidden, dtype=self.model.dtype, device=self.device)
+
+        def compute(step: Step, rows: Tensor) -> Tensor:
+            found, hidden = self._forward(step, rows)
+            if hidden is not None and self._hidden is not None:
+                self._hidden[: len(rows)].copy_(hidden)
+            return logits[: len(rows)].copy_(found)
+
         for size in reversed(sizes):
             step = self._inputs.dummies(size)
             self.attention.begin(step)
-            rows = torch.arange(size, device=self.device)
-            self.graphs.add(size, lambda step=step, rows=rows: logits[: len(rows)].copy_(self._forward(step, rows)))  # type: ignore[misc]
+            self.graphs.add(size, partial(compute, step, torch.arange(size, device=self.device)))
 
     @torch.inference_mode()
     def _warm_up_sampler(self) -> None:
@@ -209,12 +269,22 @@ class GpuRunner(ModelRunner):
         return replace(draw, tokens=tokens, finite=finite, logprobs=logprobs, ids=ids)
 
 
-def _asks_the_device(model: Transformer) -> bool:
+def _sampled(step: Step) -> dict[int, range]:
+    """Rows of the logits that `_compute` finds, by chunk, in the step's order."""
+    own, end = dict[int, range](), 0
+    for i in step.order:
+        if step.batch[i].samples:
+            own[i] = range(end, end + 1 + step.batch[i].guesses)
+            end = own[i].stop
+    return own
+
+
+def asks_the_device(model: Transformer) -> bool:
     """Whether a forward pass reads numbers back from the device. Experts with separate matrices do, and cannot be captured."""
     return any(isinstance(layer.mlp, Mixture) and isinstance(layer.mlp.experts, SeparateExperts) for layer in model.layers)
 
 
-def _pick(device: torch.device) -> Pick:
+def picking(device: torch.device) -> Pick:
     """Our kernels if Triton can compile them."""
     if device.type != "cuda" or not installed("triton"):
         return pick_plainly

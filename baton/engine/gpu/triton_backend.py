@@ -23,7 +23,7 @@ class StoringAttention(DeviceAttention):
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         step = self.step
-        triton_store.store(kv, self.views[layer], step.slots, step.tails)
+        triton_store.store(kv, self.views[layer], step.slots, step.tails, step.sources)
         out = q.new_empty(len(q), self.heads, self.value_dim)
         if step.size:
             self.decode(layer, q[: step.size], out[: step.size])

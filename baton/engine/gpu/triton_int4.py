@@ -45,6 +45,7 @@ def _pack_kernel(
     layer,
     slots,
     tails,
+    sources,
     kv_token,
     kv_part,
     kv_head,
@@ -57,11 +58,15 @@ def _pack_kernel(
     BLOCK: tl.constexpr,
     D: tl.constexpr,
     GROUPS: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    slot = tl.load(slots + token)
-    tail = tl.load(tails + token)
+    slot = tl.load(slots + entry)
+    tail = tl.load(tails + entry)
+    token = entry
+    if CHOSEN:
+        token = tl.load(sources + entry)
     head = tl.arange(0, HEADS_PAD)[:, None]
     mine = head < HEADS
     i = tl.arange(0, 16)[None, :]
@@ -93,14 +98,15 @@ def _pack_kernel(
             tl.store(place, tl.zeros([HEADS_PAD, 1], tl.uint32), mask=mine)
 
 
-def store(kv: Tensor, layer: Packed, slots: Tensor, tails: Tensor) -> None:
+def store(kv: Tensor, layer: Packed, slots: Tensor, tails: Tensor, sources: Tensor | None = None) -> None:
     """See `baton.engine.gpu.triton_store.store`."""
-    tokens, parts, heads, dim = kv.shape
-    _pack_kernel[(tokens, parts)](
+    _, parts, heads, dim = kv.shape
+    _pack_kernel[(len(slots), parts)](
         kv,
         layer.rows,
         slots,
         tails,
+        slots if sources is None else sources,
         *kv.stride()[:3],
         *layer.rows.stride()[:4],
         HEADS=heads,
@@ -108,4 +114,5 @@ def store(kv: Tensor, layer: Packed, slots: Tensor, tails: Tensor) -> None:
         BLOCK=layer.rows.shape[3],
         D=dim,
         GROUPS=groups_of(dim),
+        CHOSEN=sources is not None,
     )

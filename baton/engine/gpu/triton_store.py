@@ -33,6 +33,7 @@ def _store_kernel(
     scales,
     slots,
     tails,
+    sources,
     kv_token,
     kv_part,
     kv_head,
@@ -49,11 +50,15 @@ def _store_kernel(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     ROUNDED: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    slot = tl.load(slots + token)
-    tail = tl.load(tails + token)
+    slot = tl.load(slots + entry)
+    tail = tl.load(tails + entry)
+    token = entry
+    if CHOSEN:
+        token = tl.load(sources + entry)
     head = tl.arange(0, HEADS_PAD)[:, None]
     d = tl.arange(0, D_PAD)[None, :]
     inside = (head < HEADS) & (d < D)
@@ -72,23 +77,25 @@ def _store_kernel(
         tl.store(target + behind * slot_stride, nothing, mask=inside)
 
 
-def store(kv: Tensor, layer: Layer, slots: Tensor, tails: Tensor) -> None:
-    """Writes kv `[T, P, Hkv, D]` into one layer of the pool: token t into slot `slots[t]` = block · bs + offset.
+def store(kv: Tensor, layer: Layer, slots: Tensor, tails: Tensor, sources: Tensor | None = None) -> None:
+    """Writes kv `[T, P, Hkv, D]` into one layer of the pool: token `sources[e]` into slot `slots[e]` = block · bs + offset; without
+    `sources`, token e.
 
-    The `tails[t]` slots after it in its block are zeroed. The span that begins a block must do that, so that the block's bytes depend only
+    The `tails[e]` slots after it in its block are zeroed. The span that begins a block must do that, so that the block's bytes depend only
     on its tokens.
     """
     if isinstance(layer, Packed):
-        triton_int4.store(kv, layer, slots, tails)
+        triton_int4.store(kv, layer, slots, tails, sources)
         return
-    tokens, parts, heads, dim = kv.shape
+    _, parts, heads, dim = kv.shape
     numbers, scales = parts_of(layer)
-    _store_kernel[(tokens, parts)](
+    _store_kernel[(len(slots), parts)](
         kv,
         numbers,
         scales,
         slots,
         tails,
+        slots if sources is None else sources,
         *kv.stride()[:3],
         *numbers.stride()[:4],
         *scales.stride()[:3],
@@ -98,4 +105,5 @@ def store(kv: Tensor, layer: Layer, slots: Tensor, tails: Tensor) -> None:
         D=dim,
         D_PAD=triton.next_power_of_2(dim),
         ROUNDED=isinstance(layer, Rounded),
+        CHOSEN=sources is not None,
     )

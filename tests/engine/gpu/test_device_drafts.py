@@ -1,0 +1,109 @@
+"""What drafts on a device: the output is the one without it, and what it guesses is what it guesses step by step."""
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.choice import load_runner
+from baton.engine.core.block_key import root_key
+from baton.engine.core.drafting import Drafter
+from baton.engine.core.engine import Engine
+from baton.engine.core.kvcache import KvPool
+from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduler import Limits
+from baton.engine.core.sequence import Sequence
+from baton.engine.gpu.device_draft import DeviceDraft
+from baton.engine.gpu.inputs import Capacity
+from baton.engine.gpu.overlap import OverlapEngine
+from baton.engine.gpu.runner import GpuRunner
+from baton.engine.runner import ModelRunner
+from baton.models.make_small import make
+
+BLOCK, CONTEXT, BOUND = 4, 96, 5
+CAPACITY = Capacity(5, 40, CONTEXT, guesses=BOUND)
+LIMITS = Limits(max_num_seqs=5, max_num_batched_tokens=40, reserve_growth=0.0)
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.8, "seed": 5},
+    "filters": {"temperature": 1.0, "seed": 6, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"temperature": 0.7, "seed": 7, "presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model, and another one that knows nothing of it."""
+    made = {}
+    for seed, (name, hidden) in enumerate((("model", 64), ("other", 32))):
+        torch.manual_seed(seed)
+        made[name] = tmp_path_factory.mktemp(name)
+        make(made[name], hidden=hidden, layers=2, heads=4, kv_heads=2, vocab=300, context=CONTEXT)
+    return made
+
+
+@cache
+def loaded(kind: type[ModelRunner], folder: Path, device: str) -> ModelRunner:
+    return load_runner(kind, folder, block_size=BLOCK, device=device, compiled=False)
+
+
+def fresh(kind: type[ModelRunner], folder: Path, device: torch.device) -> Any:
+    made = loaded(kind, folder, str(device))
+    return kind(made.model, made.layout, made.device)
+
+
+def engine(
+    folders: dict[str, Path], device: torch.device, backend: str, draft: str | None, blocks: int = 60, others: int = 0
+) -> tuple[Engine, GpuRunner]:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    runner: GpuRunner = fresh(GpuRunner, folders["model"], device)
+    drafter: Drafter | None = None
+    if draft is not None:
+        drafter = DeviceDraft(fresh(ModelRunner, folders[draft], device), BOUND, others)
+        runner.pair(drafter)
+    runner.attach(KvPool(runner.layout, blocks), capacity=CAPACITY, backend=backend, graph_sizes=(1, 4, 16))
+    return OverlapEngine(runner, LIMITS, 80, drafter=drafter), runner
+
+
+def crowd() -> list[Sequence]:
+    rng, seqs = random.Random(3), []
+    for i, way in enumerate([*WAYS.values()] * 2):
+        tokens = [rng.randrange(5, 300) for _ in range(rng.randint(1, 30))]
+        params = SamplingParams(**{"max_tokens": 14, "ignore_eos": True, **way})
+        seqs.append(Sequence(str(i), tokens, len(tokens), params, root_key("small")))
+    return seqs
+
+
+def said(engine: Engine, seqs: list[Sequence]) -> dict[str, list[int]]:
+    rng, waiting, most = random.Random(1), list(seqs), 2000
+    while waiting or not engine.idle:
+        if waiting and rng.random() < 0.6:
+            engine.add(waiting.pop(0))
+        engine.step()
+        most -= 1
+        assert most, "the engine does not become idle"
+    engine.pool.check()
+    return {seq.id: seq.tokens[seq.prompt_len :] for seq in seqs}
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path], device: torch.device) -> dict[str, list[int]]:
+    return said(engine(folders, device, "torch", None)[0], crowd())
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("draft", "blocks"), [("model", 60), ("other", 60), ("model", 26)])
+def test_the_output_is_the_one_without_a_draft(
+    folders: dict[str, Path], device: torch.device, backend: str, draft: str, blocks: int, expected: dict[str, list[int]]
+) -> None:
+    """The smaller pool preempts. A draft that is the model itself is nearly always right, and one that knows nothing rarely."""
+    ours, _ = engine(folders, device, backend, draft, blocks)
+    assert said(ours, crowd()) == expected
+    counts = ours.counts
+    assert counts.drafted_tokens > 50 and bool(counts.preemptions) == (blocks < 60)
+    if draft == "model":
+        assert counts.accepted_tokens > 0.7 * counts.drafted_tokens
