@@ -6,14 +6,19 @@ prompt has is repeated. Whole engines, as a worker builds them: how many guesses
 At full size no draft that fits is at hand, so both models are made to agree, and by how much is chosen. All matrices have the size of a
 Llama 8B and of a Llama of 1 B, and are read and multiplied. But what layers add to the residual stream is small, and the head's row for the
 successor of a token is the token's embedding: the model says the successor, a random permutation of the vocabulary. The draft has the same
-permutation but for a share of the tokens, after which it says another one: `right` is the chance that a guess is accepted.
+permutation but for a share of the tokens, after which it says another one: RIGHT is the chance that a guess is accepted.
+
+The parts are independent, print what they do, and end when they have taken too long. With `--backend auto` attention is our own kernels:
+FlashInfer compiles its own for each shape, for longer than all of this takes.
 """
 
 import gc
 import statistics
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,17 +51,15 @@ LLAMA_1B = llama(
     vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0,
 )  # fmt: skip
 SMALL = {
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
-BOUND = 8  # guesses of a sequence in a step
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "vocab_size": 96,
+}  # fmt: skip
+BOUND = 8  # guesses of a sequence in a step, at most
+RIGHT = 0.8  # share of the guesses of the draft of full size that are right
+SHOWN = 4  # guesses of the steps that are told
 QUIET = 1e-3  # of what layers add to the residual stream, as a share of random weights
 CELL_S = 2.0  # of one measurement
-METHODS = (("none", "story"), ("draft", "story"), ("none", "recall"), ("prompt_lookup", "recall"))
+PART_S = 25.0  # after which a part ends
 Row = Callable[[str, str, float | None, float | None], None]
 
 
@@ -93,84 +96,120 @@ def runner_of(kind: type[ModelRunner], model: Transformer, name: str, dtype: tor
     return kind(model, layout, device)
 
 
-def full_size(machine: Any, config_of: Callable[[dict[str, Any]], ModelConfig], row: Row, smoke: bool) -> dict[str, Any]:
-    shapes = [{**shape, **(SMALL if smoke else {}), **({"vocab_size": 96} if smoke else {})} for shape in (LLAMA_8B, LLAMA_1B)]
-    big, small = map(config_of, shapes)
-    rights, batches, output = ((1.0,), (2,), 12) if smoke else ((0.9, 0.7), (1, 8), 192)
-    device, dtype, found = machine.device, machine.dtype, dict[str, Any]()
-    longest = 512 + output + 2 * BOUND if not smoke else 64
-    target = agreeing(big, dtype, device, 0.0)
-    for right in (None, *rights):
-        runner = runner_of(GpuRunner, target, "target", dtype, device)
-        drafter: DeviceDraft | None = None
-        if right is not None:
-            draft = agreeing(small, dtype, device, 1.0 - right)
-            drafter = DeviceDraft(runner_of(ModelRunner, draft, "draft", dtype, device), BOUND)
-            runner.pair(drafter)
-        most = max(batches)
-        capacity = Capacity(most, 64 if smoke else 2048, longest, guesses=0 if drafter is None else BOUND)
-        runner.attach(KvPool(runner.layout, 2 * most * -(-longest // 16)), capacity=capacity, backend=machine.backend)
-        paced = None
-        if drafter is not None:
-            costs, line = drafter.measure(most), step_line(runner, most, BOUND)
-            found["costs"] = {"step": line.points, "one guess": costs.one.points, "several": costs.several.points}
-            paced = Paced(drafter, BOUND, line)
-        limits = Limits(most, capacity.max_num_batched_tokens, speculation_batch_tokens=64)
-        engine = OverlapEngine(runner, limits, longest, prefix_caching=False, drafter=paced)
-        for batch in batches:
-            prompts = [[(97 * i + 5) % big.vocab] * (8 if smoke else 512) for i in range(batch)]
-            cell = spoken(engine, prompts, output, 0.0)
-            name = "none" if right is None else f"draft, right {right:.0%}"
-            found[f"8B, {name}, batch {batch}"] = cell
-            plain = found[f"8B, none, batch {batch}"]["tokens/s"]
-            aim = 1.8 if right is not None and right >= 0.9 and batch == 1 else None
-            told(row, f"G10 Llama 8B shape, {name}, batch {batch}", cell, None if right is None else cell["tokens/s"] / plain, aim)
-        del engine, runner, drafter, paced
-        gc.collect()
+@dataclass
+class Part:
+    """One part of the section: what it prints, and how long it may take."""
+
+    name: str
+    row: Row
+    begun: float
+    endless: bool = False  # a walk through the code
+
+    def tell(self, what: str) -> None:
+        print(f"g10, {self.name}, {time.perf_counter() - self.begun:.1f} s: {what}", flush=True)
+
+    def check(self) -> None:
+        """Raises TimeoutError when its time is over."""
+        if time.perf_counter() - self.begun > PART_S and not self.endless:
+            raise TimeoutError(f"{self.name} has taken more than {PART_S:.0f} s")
+
+    def result(self, what: str, cell: dict[str, float], plain: dict[str, float] | None = None, aim: float | None = None) -> None:
+        guesses = f", {cell['tokens a step']:.1f} a step, {cell['accepted']:.0%} right" if cell["drafted"] else ""
+        factor = None if plain is None else cell["tokens/s"] / plain["tokens/s"]
+        told = f"{cell['tokens/s']:.0f} tokens/s{guesses}"
+        self.tell(f"{what}: {told}" + (f", {factor:.2f} x" if factor else ""))
+        self.row(f"G10 {self.name}, {what}", told, factor, aim)
+
+
+def full_size(machine: Any, config_of: Callable[[dict[str, Any]], ModelConfig], part: Part) -> dict[str, Any]:
+    """A pair of the sizes of 8 B and 1 B, without guesses and with them, and what the steps cost."""
+    smoke, device, dtype = part.endless, machine.device, machine.dtype
+    big, small = (config_of({**shape, **(SMALL if smoke else {})}) for shape in (LLAMA_8B, LLAMA_1B))
+    batches, output, prompt, bound = ((1,), 4, 8, 2) if smoke else ((1, 8), 128, 256, BOUND)
+    most, longest = max(batches), max(64, prompt + output) + 2 * bound
+    runner = runner_of(GpuRunner, agreeing(big, dtype, device, 0.0), "target", dtype, device)
+    part.tell("the model is made")
+    drafter = DeviceDraft(runner_of(ModelRunner, agreeing(small, dtype, device, 1.0 - RIGHT), "draft", dtype, device), bound)
+    runner.pair(drafter)
+    part.tell("the draft is made")
+    capacity = Capacity(most, 16 if smoke else 2048, longest, guesses=bound)
+    pool = KvPool(runner.layout, 2 * most * -(-longest // 16))
+    runner.attach(pool, capacity=capacity, backend=own_kernels(machine), graph_sizes=(1, 4) if smoke else None)
+    part.tell(f"steps of {runner.graphs.sizes} decodes are captured")
+    costs, line = drafter.measure(most), step_line(runner, most, bound)
+    step, shown = line.at(1), min(SHOWN, bound)
+    found: dict[str, Any] = {"step": line.points, "one guess": costs.one.points, "several guesses": costs.several.points}
+    verified, drafted = line.at(1 + shown), costs.several.at(1)
+    told = {f"verifying {shown} guesses": verified, "a draft of 1": costs.one.at(1), f"a draft of {shown}": drafted}
+    for what, took in told.items():
+        part.tell(f"{what}: {took * 1e3:.2f} ms; step of one token {step * 1e3:.2f} ms")
+        part.row(f"G10 {part.name}, {what}, of a step", f"{took * 1e3:.2f} of {step * 1e3:.2f} ms", took / step, None)
+    limits = Limits(most, capacity.max_num_batched_tokens, speculation_batch_tokens=64)
+    for batch in batches:
+        prompts = [[(97 * i + 5) % big.vocab] * prompt for i in range(batch)]
+        cells = dict[str, dict[str, float]]()
+        for name, paced in (("none", None), ("draft", Paced(drafter, bound, line))):
+            engine = OverlapEngine(runner, limits, longest, prefix_caching=False, drafter=paced)
+            cells[name] = found[f"{name}, batch {batch}"] = spoken(engine, prompts, output, part)
+            plain = None if paced is None else cells["none"]
+            part.result(f"{name}, batch {batch}", cells[name], plain, None if plain is None else 1.6 if batch == 1 else 1.0)
     return found
 
 
-def shipped(machine: Any, row: Row, smoke: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    encoder = Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))
-    for method, text in METHODS:
-        keys = {"device": "cuda" if machine.cuda else "cpu", "speculation": method, "kv_memory_mib": 256, "max_num_seqs": 8}
-        engine = build(Options.of(SHIPPED, **keys)).engine
-        for batch in (1,) if smoke else (1, 8):
-            prompts = [encoder.encode(TEXTS["tale"][text](i), add_special_tokens=False).ids for i in range(batch)]
-            cell = found[f"tale, {text}, {method}, batch {batch}"] = spoken(engine, prompts, 24 if smoke else 160, 0.0)
-            plain = found[f"tale, {text}, none, batch {batch}"]["tokens/s"]
-            aim = 1.8 if batch == 1 and method in ("prompt_lookup", "draft") else None
-            told(row, f"G10 tale, {text}, {method}, batch {batch}", cell, None if method == "none" else cell["tokens/s"] / plain, aim)
-        del engine
-        gc.collect()
+def shipped(machine: Any, method: str, text: str, part: Part) -> dict[str, Any]:
+    """`tale` as a worker builds it, without guesses and with those of a method."""
+    smoke = part.endless
+    keys: dict[str, Any] = {
+        "device": "cuda" if machine.cuda else "cpu",
+        "speculation": method,
+        "kv_memory_mib": 64,
+        "max_num_seqs": 1 if smoke else 8,
+    }
+    keys |= {"compiled": False, "dtype": "float32"} if smoke else {"attention_backend": own_kernels(machine)}
+    engine = build(Options.of(SHIPPED, **keys)).engine
+    part.tell("the engine is built")
+    encoder, found = Tokenizer.from_file(str(SHIPPED / "tokenizer.json")), dict[str, Any]()
+    plain_engine = type(engine)(engine.runner, engine.scheduler.limits, engine.max_len, prefix_caching=False)
+    for batch in (1,) if smoke else (1, 8):
+        prompts = [encoder.encode(TEXTS["tale"][text](i), add_special_tokens=False).ids for i in range(batch)]
+        plain = found[f"none, batch {batch}"] = spoken(plain_engine, prompts, 6 if smoke else 160, part)
+        part.result(f"none, batch {batch}", plain)
+        cell = found[f"{method}, batch {batch}"] = spoken(engine, prompts, 6 if smoke else 160, part)
+        part.result(f"{method}, batch {batch}", cell, plain, 1.6 if batch == 1 else 1.0)
     return found
 
 
-def spoken(engine: Engine, prompts: list[list[int]], output: int, temperature: float) -> dict[str, float]:
+def own_kernels(machine: Any) -> str:
+    chosen: str = machine.backend
+    return "triton" if chosen == "auto" else chosen
+
+
+def spoken(engine: Engine, prompts: list[list[int]], output: int, part: Part) -> dict[str, float]:
     """The median rate of several rounds, from the first step in which all of them speak to the end of the first one."""
     rates, lengths, before, begun = list[float](), list[float](), engine.counts.copy(), time.perf_counter()
     for turn in range(32):
-        params = SamplingParams(max_tokens=output, temperature=temperature, ignore_eos=True)
+        params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
         seqs = [Sequence(f"{turn}-{i}", [*prompt], len(prompt), replace(params, seed=i), b"") for i, prompt in enumerate(prompts)]
         for seq in seqs:
             engine.add(seq)
         while any(seq.output_len == 0 for seq in seqs):
             engine.step()
+            part.check()
         spoke, at, steps = sum(seq.output_len for seq in seqs), time.perf_counter(), 0
         while len(engine.sequences) == len(seqs):
             engine.step()
             steps += 1
+            part.check()
         took = time.perf_counter() - at
         tokens = sum(seq.output_len for seq in seqs) - spoke
         for seq in seqs:
             engine.abort(seq.id)
         while not engine.idle:
             engine.step()
-        if turn:  # the first one compiles
+        if turn and steps:  # the first one compiles
             rates.append(tokens / took)
             lengths.append(tokens / steps / len(seqs))
-            if time.perf_counter() - begun > CELL_S and len(rates) > 1:
+            if len(rates) > 1 and (part.endless or time.perf_counter() - begun > CELL_S):
                 break
     drafted = engine.counts.drafted_tokens - before.drafted_tokens
     right = engine.counts.accepted_tokens - before.accepted_tokens
@@ -178,10 +217,23 @@ def spoken(engine: Engine, prompts: list[list[int]], output: int, temperature: f
     return {**found, "accepted": right / drafted if drafted else 0.0}
 
 
-def told(row: Row, what: str, cell: dict[str, float], factor: float | None, aim: float | None) -> None:
-    guesses = f", {cell['tokens a step']:.1f} a step, {cell['accepted']:.0%} right" if cell["drafted"] else ""
-    row(what, f"{cell['tokens/s']:.0f} tokens/s{guesses}", factor, aim)
-
-
 def measure(machine: Any, config_of: Callable[[dict[str, Any]], ModelConfig], row: Row, smoke: bool) -> dict[str, Any]:
-    return {**full_size(machine, config_of, row, smoke), **shipped(machine, row, smoke)}
+    """All parts, each on its own. Raises RuntimeError, which names them, if some failed."""
+    found, failed = dict[str, Any](), list[str]()
+    parts: dict[str, Callable[[Part], dict[str, Any]]] = {
+        "tale, recall": partial(shipped, machine, "prompt_lookup", "recall"),
+        "tale, story": partial(shipped, machine, "draft", "story"),
+        "Llama 8B and 1B": partial(full_size, machine, config_of),
+    }
+    for name, work in parts.items():
+        part = Part(name, row, time.perf_counter(), smoke)
+        try:
+            found[name] = work(part)
+        except Exception as error:
+            part.tell(f"failed: {error}")
+            traceback.print_exc()
+            failed.append(name)
+        gc.collect()
+    if failed:
+        raise RuntimeError(f"failed: {', '.join(failed)}")
+    return found

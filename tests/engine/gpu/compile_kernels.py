@@ -25,8 +25,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from baton.engine.core.int4_rows import row_bytes
-from baton.engine.gpu import tiles, triton_attention, triton_blocks, triton_groups, triton_sampling, triton_store
+from baton.engine.gpu import tiles, triton_attention, triton_blocks, triton_chain, triton_groups, triton_sampling, triton_store
 from baton.engine.gpu.attention import Packed, Rounded
+from baton.engine.gpu.chain import Following
 from baton.engine.gpu.choice import INT4_HEAD
 from baton.engine.gpu.sampler import Filters
 from baton.engine.gpu.triton_ops import TritonOps
@@ -114,8 +115,12 @@ def attention(survey: Survey, models: list[tuple[Any, ...]]) -> None:
             survey.model = f"{heads}/{kv_heads} heads of {dim}, {str(dtype)[6:]}{kind}"
             triton_attention.decode(q, kv, tables, seats, lens, how, out, 64)
             triton_attention.prefill(q, kv, tables, seats, lens, triton_attention.Queries(firsts, 0, 8), how, out)
-            triton_store.store(torch.empty(8, parts, kv_heads, dim, dtype=dtype), kv, slots, slots)
+            new = torch.empty(8, parts, kv_heads, dim, dtype=dtype)
+            triton_store.store(new, kv, slots, slots)
+            triton_store.store(new, kv, slots, slots, slots)
     triton_attention.flatten_tables(tables, seats, firsts, 1, lens)
+    following = Following(slots, slots, slots, slots, lens, seats, slots)
+    triton_chain.advance(slots, slots, slots, slots, slots, following, tables, 16)
 
 
 def others(survey: Survey, every: bool) -> None:
