@@ -156,7 +156,10 @@ class Carrier(Protocol):
     """Takes units out of a pool and puts them back, for one thread. A unit is what a colder tier keeps of a block: all its bytes, and
     perhaps more, by which the pool knows them again. May wait; raises RuntimeError if a device fails."""
 
-    units: Sequence[memoryview]  # memory for units, writable
+    @property
+    def units(self) -> Sequence[memoryview]:
+        """Memory for units, writable."""
+        ...
 
     def out(self, blocks: Sequence[int]) -> Sequence[memoryview]:
         """The units of these blocks, of which the caller is an owner: at most as many as `units`. They last until the next call, or until

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+from eager_guesses import guess_always
 from tokenizers import Tokenizer
 
 from baton.cli.up import SHIPPED
@@ -13,7 +14,6 @@ from baton.engine.core.block_key import root_key
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.options import Options
-from tests.support.eager_guesses import guess_always
 
 pytestmark = pytest.mark.gpu
 STORY = "Once upon a time there was a little girl. One day the little girl went to the park with her dog. Once upon a time there was"

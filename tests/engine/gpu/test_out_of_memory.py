@@ -120,7 +120,7 @@ def test_an_allocation_of_torch_that_fails_is_such_a_step(tmp_path: Path, monkey
     drain(engine)
     forward = runner._forward
 
-    def some(step: Any, rows: torch.Tensor) -> torch.Tensor:
+    def some(step: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if len(step.positions) > 20:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(step, rows)
