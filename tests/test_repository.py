@@ -152,7 +152,17 @@ HOMES = {
     "torch": (
         *(
             f"baton/engine/{name}"
-            for name in ("build.py", "choice.py", "cpu/", "draft_model.py", "draft_steps.py", "gpu/", "head_drafter.py", "model/")
+            for name in (
+                "build.py",
+                "choice.py",
+                "cpu/",
+                "device_draft.py",
+                "draft_model.py",
+                "draft_steps.py",
+                "gpu/",
+                "head_drafter.py",
+                "model/",
+            )
         ),
         "baton/engine/runner.py",
         "baton/engine/vllm/",

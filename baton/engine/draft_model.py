@@ -10,7 +10,6 @@ target has filled does not count as full: nobody is shown one that has only one 
 it.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -104,8 +103,7 @@ class DraftModel(Drafter):
 
     def measure(self, most: int) -> DraftCosts:
         """Measures what it takes for up to `most` sequences."""
-        clock = time.perf_counter if self._runner.on_device else time.thread_time
-        self._costs = draft_costs(self, most, self._runner.layout.block_size, clock)
+        self._costs = draft_costs(self, most, self._runner.layout.block_size, self._runner.on_device)
         return self._costs
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:

@@ -35,7 +35,7 @@ def step_line(runner: Runner, most: int, guesses: int) -> Line:
             chunks.append(Chunk(seq, 1, (0,) * (min(wide, rows - row) - 1)))
         runner.run(chunks)
 
-    clock = time.perf_counter if runner.on_device else time.thread_time
+    clock = clock_of(runner.on_device)
     line, begun = measured(run, max(2, most), clock), clock()
     for rows in range(1, most + wide):  # a recorded step is slow when it is computed first
         if clock() - begun < BUDGET_S / 2:
@@ -43,7 +43,7 @@ def step_line(runner: Runner, most: int, guesses: int) -> Line:
     return line
 
 
-def draft_costs(drafter: Drafter, most: int, block_size: int, clock: Callable[[], float] = time.thread_time) -> DraftCosts:
+def draft_costs(drafter: Drafter, most: int, block_size: int, on_device: bool = False) -> DraftCosts:
     """What it takes to draft for up to `most` sequences: all that a model's drafter does in Python, too. No record refers to what it
     leaves in the pool's first blocks."""
     guesses = min(GUESSES, drafter.bound)
@@ -55,7 +55,7 @@ def draft_costs(drafter: Drafter, most: int, block_size: int, clock: Callable[[]
         drafter.propose([Ask(seq, count) for seq in seqs])
 
     def line(count: int) -> Line:
-        return measured(lambda sequences: run(sequences, count), max(2, most), clock)
+        return measured(lambda sequences: run(sequences, count), max(2, most), clock_of(on_device))
 
     one = line(1)
     costs = DraftCosts(one, line(guesses), guesses) if guesses > 1 else DraftCosts(one)
@@ -71,7 +71,12 @@ def copy_seconds(runner: Runner) -> float:
         for _ in range(count):
             runner.copy(0, min(1, runner.pool.num_blocks - 1))
 
-    return measured(run, 2, time.perf_counter if runner.on_device else time.thread_time).at(1)
+    return measured(run, 2, clock_of(runner.on_device)).at(1)
+
+
+def clock_of(on_device: bool) -> Callable[[], float]:
+    """The thread's own time, of which other processes take nothing, or of what a device computes that which passes."""
+    return time.perf_counter if on_device else time.thread_time
 
 
 def measured(run: Callable[[int], None], most: int, clock: Callable[[], float] = time.thread_time) -> Line:

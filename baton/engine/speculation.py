@@ -93,7 +93,7 @@ def _pair_draft(runner: Any, options: Options, folder: Path) -> None:
         raise ValueError(f"engine.draft_model: {error}") from None
     kind: type[DraftModel] = DraftModel
     if runner.on_device:
-        from baton.engine.gpu.device_draft import DeviceDraft
+        from baton.engine.device_draft import DeviceDraft
 
         kind = DeviceDraft
     runner.pair(kind(draft, engine.speculation_tokens, engine.speculation_branches - 1))

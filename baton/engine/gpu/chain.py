@@ -23,7 +23,7 @@ from baton.engine.core.sampling import GREEDY_BELOW, SamplingParams, noise_key
 from baton.engine.gpu.attention import DeviceAttention
 from baton.engine.gpu.device import Mark, upload
 from baton.engine.gpu.graphs import Compute
-from baton.engine.gpu.inputs import Inputs, Run, Step
+from baton.engine.gpu.inputs import Following, Inputs, Run, Step
 from baton.engine.gpu.sampler import Filters, Pick
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # sequences that a graph drafts for
@@ -39,18 +39,6 @@ class Lane(NamedTuple):
     params: SamplingParams
     known: int  # its tokens
     states: Seq[int] = ()  # for each token of the run, where the hidden state before it is; see `Model`
-
-
-class Following(NamedTuple):
-    """What a step computes, and how far each sequence may go: `[S]` each."""
-
-    tokens: Tensor  # int64
-    positions: Tensor  # int64
-    slots: Tensor  # int64
-    tails: Tensor  # int64
-    lens: Tensor  # int32
-    seats: Tensor  # int32
-    limits: Tensor  # int64
 
 
 class Model(Protocol):

@@ -95,6 +95,18 @@ class Step:
     sources: Tensor | None  # [E] int64, the row that each of `slots` and `tails` is of; None: E is T, in order
 
 
+class Following(NamedTuple):
+    """What a step of a chain of drafts computes, and how far each sequence may go: `[S]` each."""
+
+    tokens: Tensor  # int64
+    positions: Tensor  # int64
+    slots: Tensor  # int64
+    tails: Tensor  # int64
+    lens: Tensor  # int32
+    seats: Tensor  # int32
+    limits: Tensor  # int64
+
+
 class Facts(NamedTuple):
     """What a step sends of its tokens."""
 

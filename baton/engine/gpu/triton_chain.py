@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.gpu.chain import Following
+from baton.engine.gpu.inputs import Following
 
 
 @triton.jit

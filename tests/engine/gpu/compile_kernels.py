@@ -27,8 +27,8 @@ from triton.runtime.jit import JITFunction
 from baton.engine.core.int4_rows import row_bytes
 from baton.engine.gpu import tiles, triton_attention, triton_blocks, triton_chain, triton_groups, triton_sampling, triton_store
 from baton.engine.gpu.attention import Packed, Rounded
-from baton.engine.gpu.chain import Following
 from baton.engine.gpu.choice import INT4_HEAD
+from baton.engine.gpu.inputs import Following
 from baton.engine.gpu.sampler import Filters
 from baton.engine.gpu.triton_ops import TritonOps
 from baton.engine.model.checkpoint import LayerAttention

@@ -17,7 +17,7 @@ from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
-from baton.engine.gpu.device_draft import DeviceDraft
+from baton.engine.device_draft import DeviceDraft
 from baton.engine.gpu.inputs import Capacity
 from baton.engine.gpu.overlap import UNKNOWN, OverlapEngine
 from baton.engine.gpu.runner import GpuRunner
