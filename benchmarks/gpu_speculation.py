@@ -152,7 +152,7 @@ def full_size(machine: Any, config_of: Callable[[dict[str, Any]], ModelConfig], 
             engine = OverlapEngine(runner, limits, longest, prefix_caching=False, drafter=paced)
             cells[name] = found[f"{name}, batch {batch}"] = spoken(engine, prompts, output, part)
             plain = None if paced is None else cells["none"]
-            part.result(f"{name}, batch {batch}", cells[name], plain, None if plain is None else 1.6 if batch == 1 else 1.0)
+            part.result(f"{name}, batch {batch}", cells[name], plain, None if plain is None else 1.8 if batch == 1 else 1.0)
     return found
 
 
@@ -175,7 +175,7 @@ def shipped(machine: Any, method: str, text: str, part: Part) -> dict[str, Any]:
         plain = found[f"none, batch {batch}"] = spoken(plain_engine, prompts, 6 if smoke else 160, part)
         part.result(f"none, batch {batch}", plain)
         cell = found[f"{method}, batch {batch}"] = spoken(engine, prompts, 6 if smoke else 160, part)
-        part.result(f"{method}, batch {batch}", cell, plain, 1.6 if batch == 1 else 1.0)
+        part.result(f"{method}, batch {batch}", cell, plain, 1.8 if batch == 1 else 1.0)
     return found
 
 

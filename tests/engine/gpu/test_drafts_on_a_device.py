@@ -62,7 +62,7 @@ def expected() -> list[list[int]]:
 def test_with_guesses_it_says_what_it_says_without(method: str, branches: int, expected: list[list[int]]) -> None:
     made = built(speculation=method, speculation_branches=branches)
     assert said(made, crowd()) == expected
-    assert made.engine.counts.drafted_tokens > 20
+    assert made.engine.counts.drafted_tokens > 10
     assert said(made, crowd()) == expected, "with what the cache has of both"
     assert made.engine.counts.hit_tokens > 0
 
