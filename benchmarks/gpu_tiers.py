@@ -158,8 +158,9 @@ def beside(machine: Machine, report: Report, runner: GpuRunner, blocks: Sequence
     found: dict[str, Any] = {}
     arounds: dict[str, AbstractContextManager[Callable[[], int]]] = {
         "alone": nullcontext(lambda: 0),
-        "beside a tier": traffic(runner.pool, blocks, into),
     }
+    if machine.cuda:  # Triton's interpreter keeps the place in the grid for all threads: two kernels at once write anywhere
+        arounds["beside a tier"] = traffic(runner.pool, blocks, into)
     for name, around in arounds.items():
         seqs = sequences(runner, batch, context, count + 16)
         with around as moved:
