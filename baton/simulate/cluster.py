@@ -93,6 +93,7 @@ class SimulatedRouter:
                     for _ in tokens:
                         entry.trace.note_token()
                     told(len(tokens))
+                request.trace.watch.stop()
                 entry.finish = request.finish
         return request
 

@@ -48,6 +48,7 @@ def test_a_run_is_the_same_twice_bit_for_bit_and_more_load_waits_longer() -> Non
     one = run(setting, PROFILE, offer())
     assert one == run(setting, PROFILE, offer()) and len(one.records) == one.due > 40
     assert all(record.outcome == "ok" and record.prefill_worker for record in one.records)
+    assert all(record.stages_ms["decode"] > 14 * 2 for record in one.records), "the stages go on to the last token: 15 steps of 2 ms"
     few, many = (predict(setting, PROFILE, offer(rate), SLO, draws=0).figures["TTFT P90 (ms)"].value for rate in (2, 60))
     assert many > 1.5 * few
 
