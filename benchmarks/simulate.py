@@ -97,11 +97,16 @@ class Outcome:
     predicted: Prediction
 
     def pairs(self) -> Iterable[tuple[str, float, Any]]:
-        """Figure, measured, predicted."""
+        """Figure, measured, predicted. One that is 0 in both, as the hit rate where nothing is shared, is no case."""
         for name in JUDGED:
-            value = FIGURES[name](self.measured)
-            if value and name in self.predicted.figures:
-                yield name, value, self.predicted.figures[name]
+            value, told = FIGURES[name](self.measured), self.predicted.figures.get(name)
+            if value is not None and told is not None and (value or told.value):
+                yield name, value, told
+
+
+def error(value: float, told: float) -> float:
+    """Of a prediction, as a share of what was measured; a whole one, if nothing was."""
+    return told / value - 1 if value else 1.0
 
 
 def settings_of(model: Path, case: Case) -> dict[str, str]:
@@ -161,7 +166,7 @@ async def run_model(name: str, model: Path, cases: Sequence[Case], profile: Prof
 
 def show(outcome: Outcome) -> None:
     cells = [
-        f"{name} {value:.3g} / {told.value:.3g} [{told.low:.3g}, {told.high:.3g}] {told.value / value - 1:+.0%}"
+        f"{name} {value:.3g} / {told.value:.3g} [{told.low:.3g}, {told.high:.3g}] {error(value, told.value):+.0%}"
         for name, value, told in outcome.pairs()
     ]
     flaw = f"; VOID: {outcome.measured.void}" if outcome.measured.void else ""
@@ -175,7 +180,7 @@ def judge(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     covered: list[bool] = []
     for outcome in sound:
         for name, value, told in outcome.pairs():
-            errors[name].append(abs(told.value / value - 1))
+            errors[name].append(abs(error(value, told.value)))
             covered.append(told.low <= value <= told.high)
     body = [error for name, found in errors.items() if name != TAIL for error in found]
     table = {
