@@ -68,8 +68,9 @@ def parent() -> None:
 
 
 def hang() -> None:
-    """Sends one pulse, then none, and ignores SIGTERM."""
+    """Sends one pulse, then none, and ignores SIGTERM, and SIGUSR2 as a process of ours does that hangs."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     birth()
     pulse(0.0)
     signal.pause()
@@ -77,6 +78,7 @@ def hang() -> None:
 
 def stall() -> None:
     """Its event loop runs, but its engine does not."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     birth()
     began = time.monotonic()
     while True:
