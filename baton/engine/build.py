@@ -52,8 +52,8 @@ def check(options: Options) -> None:
         if given and options.engine.speculation not in BESIDE:
             raise BuildError(f"engine.{key}: needs engine.speculation {' or '.join(BESIDE)}")
     branches, method = options.engine.speculation_branches, options.engine.speculation
-    if branches > 1 and options.engine.kind != "baton":
-        raise BuildError(f"engine.speculation_branches: {branches} needs engine.kind baton")
+    if branches > 1 and (options.engine.kind != "baton" or options.engine.device != "cpu"):
+        raise BuildError(f"engine.speculation_branches: {branches} needs engine.kind baton and engine.device cpu")
     if branches > 1 and method not in BRANCHING:
         raise BuildError(f"engine.speculation_branches: {branches} needs engine.speculation {' or '.join(BRANCHING)}, not {method}")
     if options.direct and (options.engine.device == "cpu" or options.engine.kind == "vllm"):
@@ -207,7 +207,7 @@ def _drafter(options: Options, runner: Runner) -> Drafter | None:
         log.warning(
             "engine.speculation: this arithmetic has other last bits for several tokens in a step than for one, so a token may differ"
         )
-    if options.engine.speculation_branches > 1 and not (exact(runner) or runner.on_device):
+    if options.engine.speculation_branches > 1 and not exact(runner):
         raise BuildError("engine.speculation_branches: this arithmetic has other last bits for several tokens in a step than for one")
     return make_drafter(options, runner)
 

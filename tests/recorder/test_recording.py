@@ -1,16 +1,14 @@
 """The file: refused by name if it is truncated, changed, of another version or no recording; without secrets."""
 
 import json
-import os
-import signal
 import stat
-import threading
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from baton.cluster import witness
 from baton.cluster.config import Config
 from baton.recorder.recorder import KEPT, SECRET_BYTES, Recorder, digest_of
 from baton.recorder.recording import BadRecording, Source, read
@@ -107,14 +105,19 @@ def test_nothing_is_written_when_nothing_is_recorded(tmp_path: Path, caplog: pyt
     assert json.loads(next(off.section("asked")))["off"] == "recorder.minutes is 0"
 
 
+WITNESSED = """
+import os, signal, sys, threading
+from baton.cluster import witness
+
+came = threading.Event()
+witness.hold_back()
+witness.listen(came.set)
+os.kill(os.getpid(), signal.SIGUSR2)
+sys.exit(0 if came.wait(60) else "nobody answered")
+"""
+
+
 def test_a_signal_is_answered_while_the_main_thread_waits() -> None:
     """In a thread of its own: a process whose event loop hangs answers, too."""
-    came = threading.Event()
-    before = signal.getsignal(signal.SIGUSR2)
-    witness.hold_back()
-    try:
-        witness.listen(came.set)
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert came.wait(20)
-    finally:
-        signal.signal(signal.SIGUSR2, before)
+    done = subprocess.run([sys.executable, "-c", WITNESSED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -26,6 +26,7 @@ CALLS: dict[str, Any] = {
     "Worker.Logs": worker_pb2.LogsRequest(lines=1),
     "Worker.Record": worker_pb2.RecordRequest(secret=bytes(32)),
     "Worker.SetRoles": worker_pb2.SetRolesRequest(roles=["decode"]),
+    "Worker.Hint": worker_pb2.HintRequest(keys=bytes(16), within_ms=100),
 }
 WRONG: dict[str, dict[str, Any]] = {
     "worker": {"worker": "another"},
