@@ -186,6 +186,8 @@ def noted(function: Callable[..., Multiply], whose: str, called: list[str]) -> C
 def test_the_switch_and_the_choice_say_who_multiplies(by: str, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == torch.int8 and by != "baton" and not onednn.multiplies_int8():
         pytest.skip("no VNNI")
+    if by == "onednn" and kind != torch.int8 and not onednn.multiplies(kind):
+        pytest.skip("oneDNN multiplies no such numbers on this processor")
     called: list[str] = []
     monkeypatch.setattr(compiled_ops, "choice", lambda kind: Choice(by, {by: [1.0] * len(ROWS)}))
     for module, whose in ((panels, "baton"), (int8, "baton"), (onednn, "onednn")):
