@@ -20,14 +20,8 @@ from baton.engine.core.int4_rows import row_bytes
 from baton.engine.core.pages import in_huge_pages
 
 DIGEST_BYTES = 16
-DTYPE_BYTES = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int64": 8,
-    "int8": 1,
-    "uint8": 1,
-}  # uint8: bytes that an engine reads as fp8, or as int4
+# uint8: bytes that an engine reads as fp8, or as int4
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int8": 1, "uint8": 1}
 
 
 PROBE_BYTES = 4 << 20  # of one probe of a transport: enough to measure a rate, and soon read
