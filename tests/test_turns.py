@@ -2,7 +2,10 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from turns import watched
@@ -83,3 +86,38 @@ async def test_the_loop_is_left_as_it_was() -> None:
     counted = turns.count
     await asyncio.sleep(0)
     assert turns.count == counted and handles["_run"] is before and "_run_once" not in vars(loop)
+
+
+NOISY = """
+from turns import within
+
+trials = []
+
+def test_noise():
+    trials.append("noise")
+    within(0.1 if len(trials) == 1 else 0.01, 0.02)
+
+def test_code():
+    within(0.1, 0.001, "a turn")
+
+def test_other():
+    trials.append("other")
+    assert trials.count("other") > 1
+"""
+
+
+def test_a_test_that_measured_too_much_is_repeated_and_no_other(tmp_path: Path) -> None:
+    written = tmp_path / "test_noisy.py"
+    written.write_text(NOISY)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        str(Path(__file__).parents[1] / "pyproject.toml"),
+        "-p",
+        "no:cacheprovider",
+        str(written),
+    ]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    assert "2 failed, 1 passed, 3 rerun" in said and "TooLong: a turn is more than 0.001 s" in said, said

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from eager_guesses import guess_always
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -313,7 +314,10 @@ def test_what_is_measured_grows_with_the_count_and_takes_a_bounded_time() -> Non
     assert [count for count, _ in measured(wait, 64, time.perf_counter).points] == [1, 8] and len(slow) == 4
 
 
-def test_the_draft_beside_the_model_is_taken_and_has_its_part_of_the_pool(pair: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_draft_beside_the_model_is_taken_and_has_its_part_of_the_pool(
+    pair: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guess_always(monkeypatch)
     caplog.set_level(logging.INFO)
     built = build(options(pair, draft_dtype="int8"))
     (table,) = (json.loads(line.partition(": ")[2]) for line in caplog.messages if line.startswith("how many guesses"))

@@ -213,20 +213,12 @@ def test_keys_go_to_their_side() -> None:
 
 def test_the_command_prints_a_table_or_one_object(other: Path) -> None:
     few = ["--tokens", "60", "--trials", "0", "--no-questions", "--continuations", "1"]
-    plain = [
-        "--engine.compiled",
-        "false",
-        "--engine.threads",
-        "1",
-        "--against.engine.compiled",
-        "false",
-        "--against.engine.weight-dtype",
-        "int8",
-    ]
-    done = CliRunner().invoke(app, ["evaluate", str(SHIPPED), *few, *plain, "--json"])
+    plain = ["--engine.compiled", "false", "--engine.threads", "1"]
+    other_type = ["--against.engine.compiled", "false", "--against.model.dtype", "bfloat16"]
+    done = CliRunner().invoke(app, ["evaluate", str(SHIPPED), *few, *plain, *other_type, "--json"])
     assert done.exit_code == 0, done.stderr
     own, against = json.loads(done.stdout)["rows"]
-    assert own["settings"] == {"engine.compiled": "false", "engine.threads": "1"} and against["settings"]["engine.weight_dtype"] == "int8"
+    assert own["settings"] == {"engine.compiled": "false", "engine.threads": "1"} and against["settings"]["model.dtype"] == "bfloat16"
     assert 0 < own["texts"]["held out"]["kl"] < 0.01
     for wrong, said in ((["--against", str(other)], "another tokenizer"), (["--engine.weight-dtype", "int5"], "engine.weight_dtype")):
         refused = CliRunner().invoke(app, ["evaluate", str(SHIPPED), *wrong])

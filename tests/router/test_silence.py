@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from fake_workers import record
+from turns import within
 
 import baton.models
 from baton.cluster.config_router import RouterConfig, SloConfig
@@ -29,7 +30,7 @@ from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
 
-LOOP_MS = 20.0  # CPU time that one request may take from the loop at a stretch
+LOOP_S = 0.020  # CPU time that one request may take from the loop at a stretch
 SENTENCE = "Once upon a time there was a little fox who lived by the river. "
 
 
@@ -138,7 +139,7 @@ async def test_refusing_a_request_for_its_size_takes_almost_no_time_of_the_loop(
     began = time.thread_time()
     error = await refused(house, ask)
     assert error.reason is reason
-    assert (time.thread_time() - began) * 1000 < LOOP_MS
+    within(time.thread_time() - began, LOOP_S)
 
 
 @pytest.mark.usefixtures("no_collection")
@@ -149,7 +150,7 @@ async def test_128_simultaneous_long_prompts_take_almost_no_time_of_the_loop(tok
     began = time.thread_time()
     errors = await asyncio.gather(*(refused(house, replace(ask, request_id=f"{number}")) for number in range(128)))
     assert {error.reason for error in errors} == {Reason.CONTEXT_LENGTH}
-    assert (time.thread_time() - began) * 1000 < 128 * LOOP_MS / 10
+    within(time.thread_time() - began, 128 * LOOP_S / 10)
 
 
 LONG = SENTENCE * 8192  # 512 KiB, 130,000 tokens

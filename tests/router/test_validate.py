@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from turns import within
 
 from baton.cluster.errors import BatonError, Reason
 from router.validate import MAX_VIOLATIONS, Ask, AskSampling, Limits, check, resolve
@@ -144,7 +145,7 @@ def test_huge_input_is_refused_quickly() -> None:
     huge = Ask(text="a" * 100_000_000, sampling=AskSampling(stop=("x",) * 100_000, logit_bias=dict.fromkeys(range(100_000), NAN)))
     start = time.thread_time()
     refused(huge)
-    assert time.thread_time() - start < 0.02
+    within(time.thread_time() - start, 0.02)
 
 
 def test_the_limits_decide_what_is_refused() -> None:

@@ -19,6 +19,8 @@ MAX_DEPTH = 60  # of JSON; the library refuses from 62 nested objects on
 MAX_NODES = 10_000  # values of any kind
 MAX_NAMES = 1_000  # in all `properties`, `patternProperties` and `required` together: each costs 0.15 ms to compile
 MAX_WRITTEN_OUT = 10_000  # atoms of all patterns together: 8 ms for the first mask
+MAX_LITERAL = 10_000  # characters that are given word for word, one behind the other: each mask costs what is left of them, 4 ms at worst
+LONG_NAME = 1_000  # characters of a property's name, from which on it counts, too
 
 DRAFTS = frozenset(
     f"{scheme}://json-schema.org/{draft}/schema{end}"
@@ -181,6 +183,7 @@ class _Walker:
         self._strict = strict
         self._names = 0
         self._written_out = 0
+        self._literal = 0
 
     def node(self, node: Any, path: str) -> None:
         if why := _schema(node):
@@ -219,6 +222,9 @@ class _Walker:
             self._names += len(value)
             if self._names > MAX_NAMES:
                 raise GrammarRefused(f"there are more than {MAX_NAMES} names of properties", path)
+        self._literal += _literal(name, value)
+        if self._literal > MAX_LITERAL:
+            raise GrammarRefused(f"texts that are given word for word have more than {MAX_LITERAL} characters", path)
         if name == "oneOf":
             self._reading.one_of.append(path)
         for pattern in [value] if name == "pattern" else value if name == "patternProperties" else ():
@@ -250,6 +256,19 @@ class _Walker:
         # A name that is free may come twice, and then counts once.
         if node.get("minProperties", 0) > len(set(node.get("required", ()))):
             self._drop(node, "minProperties", joined(path, "minProperties"), "is enforced only for properties that are required")
+
+
+def _literal(keyword: str, value: Any) -> int:
+    """Characters that an output has to have there. The library makes one word of a row of them: constants, and the names between."""
+    if keyword in ("properties", "required"):
+        fixed = (
+            {name for name, child in value.items() if isinstance(child, dict) and child.keys() & {"const", "enum"}}
+            if keyword == "properties"
+            else ()
+        )
+        return sum(len(name) for name in value if name in fixed or len(name) > LONG_NAME)
+    values = [value] if keyword == "const" else value if keyword == "enum" else ()
+    return max((len(json.dumps(each, ensure_ascii=False)) for each in values), default=0)
 
 
 def joined(path: str, name: str) -> str:

@@ -23,7 +23,7 @@ from baton.engine.core.masks import NOTHING, Matcher, Words, common
 from baton.engine.core.thinking import ThinkingBudget
 from baton.engine.facts.tokenizer_files import TokenizerFiles
 from baton.engine.grammars.closing import Closer
-from baton.engine.grammars.keywords import COMPACT, MAX_BYTES, MAX_WRITTEN_OUT, Reading, joined, read_schema
+from baton.engine.grammars.keywords import COMPACT, MAX_BYTES, MAX_LITERAL, MAX_WRITTEN_OUT, Reading, joined, read_schema
 from baton.engine.grammars.repetition import written_out
 
 MAX_CHOICES = 5_000
@@ -161,6 +161,8 @@ def _choice(text: str) -> str:
         raise GrammarRefused(f"may have {MAX_CHOICES} choices", "$")
     if "" in choices:
         raise GrammarRefused("must not be empty", f"$[{choices.index('')}]")
+    if long := [i for i, choice in enumerate(choices) if len(choice) > MAX_LITERAL]:
+        raise GrammarRefused(f"may have {MAX_LITERAL} characters", f"$[{long[0]}]")
     return llguidance.grammar_from("choice", text)
 
 
@@ -193,6 +195,8 @@ def _structural(text: str) -> str:
             raise GrammarRefused("trigger, begin and end are strings, grammar is a schema or Lark", f"$.tags[{i}]")
         if not tag["trigger"] or not tag["begin"].startswith(tag["trigger"]):
             raise GrammarRefused("must begin with the trigger, which must not be empty", joined(f"$.tags[{i}]", "begin"))
+        if long := [name for name in ("begin", "end") if len(tag[name]) > MAX_LITERAL]:
+            raise GrammarRefused(f"may have {MAX_LITERAL} characters", joined(f"$.tags[{i}]", long[0]))
         if isinstance(inner, str):
             _check_size(inner)
         else:
