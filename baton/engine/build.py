@@ -52,8 +52,8 @@ def check(options: Options) -> None:
         if given and options.engine.speculation not in BESIDE:
             raise BuildError(f"engine.{key}: needs engine.speculation {' or '.join(BESIDE)}")
     branches, method = options.engine.speculation_branches, options.engine.speculation
-    if branches > 1 and (options.engine.kind != "baton" or options.engine.device != "cpu"):
-        raise BuildError(f"engine.speculation_branches: {branches} needs engine.kind baton and engine.device cpu")
+    if branches > 1 and options.engine.kind != "baton":
+        raise BuildError(f"engine.speculation_branches: {branches} needs engine.kind baton")
     if branches > 1 and method not in BRANCHING:
         raise BuildError(f"engine.speculation_branches: {branches} needs engine.speculation {' or '.join(BRANCHING)}, not {method}")
     if options.direct and (options.engine.device == "cpu" or options.engine.kind == "vllm"):
@@ -159,7 +159,7 @@ def _on_cpu(runner: Any, options: Options, longest: int) -> Engine:
     runner.attach(KvPool(runner.layout, blocks))
     engine = options.engine
     longer = options.long_contexts
-    return Engine(runner, engine.limits, longest, engine.prefix_caching, engine.reuse_output, _drafter(options, runner), longer)
+    return Engine(runner, engine.limits, longest, engine.prefix_caching, engine.reuse_output, _drafter(options, runner, longest), longer)
 
 
 def _on_device(runner: Any, options: Options, longest: int) -> Engine:
@@ -198,18 +198,18 @@ def _on_device(runner: Any, options: Options, longest: int) -> Engine:
         ) from None
     except ValueError as error:
         raise BuildError(str(error)) from None
-    return OverlapEngine(runner, limits, longest, engine.prefix_caching, _drafter(options, runner))
+    return OverlapEngine(runner, limits, longest, engine.prefix_caching, _drafter(options, runner, longest))
 
 
-def _drafter(options: Options, runner: Runner) -> Drafter | None:
+def _drafter(options: Options, runner: Runner, longest: int) -> Drafter | None:
     """Call it when the runner has its pool."""
     if options.engine.speculation != NONE and not exact(runner):
         log.warning(
             "engine.speculation: this arithmetic has other last bits for several tokens in a step than for one, so a token may differ"
         )
-    if options.engine.speculation_branches > 1 and not exact(runner):
+    if options.engine.speculation_branches > 1 and not (exact(runner) or runner.on_device):
         raise BuildError("engine.speculation_branches: this arithmetic has other last bits for several tokens in a step than for one")
-    return make_drafter(options, runner)
+    return make_drafter(options, runner, longest)
 
 
 def _settled(options: Options, config: Mapping[str, Any], device: DeviceFacts) -> Options:

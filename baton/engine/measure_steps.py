@@ -17,11 +17,11 @@ KNOWN = 48  # tokens of a sequence that is measured
 GUESSES = 4  # of a draft that is measured
 
 
-def step_line(runner: Runner, most: int, guesses: int) -> Line:
-    """Seconds of `runner.run` by rows, up to `most`, as many as possible of which verify up to `guesses` guesses of one sequence: so the
-    next row is what one guess more takes. No record refers to what it leaves in the pool's first blocks, which all sequences share: they
-    are the same."""
-    room = runner.pool.num_blocks * runner.layout.block_size
+def step_line(runner: Runner, most: int, guesses: int, longest: int) -> Line:
+    """Seconds of `runner.run` by rows, up to `most`, as many as possible of which verify up to `guesses` guesses of one sequence of up to
+    `longest` tokens: so the next row is what one guess more takes. No record refers to what it leaves in the pool's first blocks, which
+    all sequences share: they are the same."""
+    room = min(runner.pool.num_blocks * runner.layout.block_size, longest)  # a device has no place for more
     wide = 1 + min(guesses, room - 2)
     known = min(KNOWN, room - wide)
     blocks = list(range(-(-(known + wide) // runner.layout.block_size)))

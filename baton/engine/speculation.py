@@ -104,7 +104,7 @@ def exact(runner: Runner) -> bool:
     return runner.separates_output or isinstance(runner, ToyRunner)
 
 
-def make_drafter(options: Options, runner: Runner) -> Drafter | None:
+def make_drafter(options: Options, runner: Runner, longest: int) -> Drafter | None:
     """Call it when the runner has its pool, and the engine does not run yet: steps are measured, if there is a method. For what clients
     predict alone, nobody waits for that."""
     engine, methods = options.engine, dict[str, Drafter]()
@@ -130,7 +130,7 @@ def make_drafter(options: Options, runner: Runner) -> Drafter | None:
         return None
     step, branch_s = ASSUMED, 0.0
     if engine.speculation != "none" and not isinstance(runner, ToyRunner):
-        step = step_line(runner, most, bound)
+        step = step_line(runner, most, bound, longest)
         if others:
             said["branch"] = branch_s = copy_seconds(runner)
     log.info("how many guesses a step gets follows from: %s", json.dumps({"step": step.points, **said}))

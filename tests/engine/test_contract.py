@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+from eager_guesses import guess_always
 from engine_bench import BLOCK, PROMPT, VLLM_DEVICE, VLLM_INVARIANT, Bench, started
 from host_pool import on_host
 from tokenizers import Tokenizer
@@ -61,12 +62,20 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         options = options.but(speculation="prompt_lookup")
     if request.param in ("int8 kv", "int4 kv"):
         options = options.but(kv_dtype=request.param.removesuffix(" kv"))
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "drafting":
+            guess_always(patch)
+        async for made in _bench(options, path, request.param):
+            yield made
+
+
+async def _bench(options: Options, path: Path, kind: str) -> AsyncIterator[Bench]:
     made = await started(options)
     made.tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    made.separates_output = request.param in ("tale", "drafting", "int8 kv", "int4 kv")
+    made.separates_output = kind in ("tale", "drafting", "int8 kv", "int4 kv")
     yield made
     counts = (await made.quiet()).counts
-    assert not made.failures and (request.param != "drafting" or counts.accepted_tokens > 0)
+    assert not made.failures and (kind != "drafting" or counts.accepted_tokens > 0)
     await made.engine.close()
     with pytest.raises(EngineStopped):
         await made.engine.add(made.seq([1]))

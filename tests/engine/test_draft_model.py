@@ -338,7 +338,6 @@ def test_the_draft_beside_the_model_is_taken_and_has_its_part_of_the_pool(
         ({"speculation": "none", "draft_model": "m-draft"}, "engine.draft_model: needs engine.speculation draft"),
         ({"speculation": "lookahead", "draft_dtype": "int8"}, "engine.draft_dtype: needs engine.speculation draft"),
         ({"device": "cuda", "speculation": "heads"}, "engine.speculation: heads needs engine.device cpu"),
-        ({"device": "cuda", "speculation": "prompt_lookup", "speculation_branches": 2}, "engine.speculation_branches: .*engine.device cpu"),
         ({"kind": "vllm", "speculation": "prompt_lookup", "speculation_branches": 2}, "engine.speculation_branches: .*engine.kind baton"),
         ({"speculation": "lookahead", "speculation_branches": 2}, "engine.speculation_branches: 2 needs .* not lookahead"),
         ({"speculation": "none", "speculation_branches": 4}, "engine.speculation_branches: 4 needs .* not none"),

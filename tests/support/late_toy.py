@@ -4,9 +4,10 @@ and a token that is not known yet does not exist anywhere."""
 import threading
 from collections import deque
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.protocol import Chunk, NothingAllowed, Tokens, accepted
+from baton.engine.core.protocol import Chunk, NothingAllowed, Tokens, path
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner
 from baton.engine.gpu.overlap import UNKNOWN, OverlapEngine, Pending, StepResult
@@ -78,7 +79,7 @@ class LateStep:
         assert not any(chunk.seq.matcher and UNKNOWN in chunk.seq.tokens for chunk in batch), "a mask depends on the token before"
         self.toy = toy
         self.copies: list[tuple[int, int]] = []
-        self.work = [(c.seq.id, list(c.seq.tokens), c.seq.computed, c.n, c.drafts, list(c.seq.blocks), c.seq) for c in batch]
+        self.work = [(c, list(c.seq.tokens), c.seq.computed, list(c.seq.blocks)) for c in batch]
 
     def result(self) -> StepResult:
         assert self.toy.queue.popleft() is self, "results must be read in order"
@@ -92,19 +93,20 @@ class LateStep:
                 denied.add(i)
         for source, target in self.copies:
             self.toy.device.array[target] = self.toy.device.array[source]
-        failed = frozenset(i for i, (name, *_) in enumerate(self.work) if answers[i] and name in self.toy.poisoned)
+        failed = frozenset(i for i, (chunk, *_) in enumerate(self.work) if answers[i] and chunk.seq.id in self.toy.poisoned)
         return StepResult([() if i in failed else answer for i, answer in enumerate(answers)], failed, frozenset(denied))
 
-    def compute(
-        self, name: str, tokens: list[int], computed: int, n: int, drafts: tuple[int, ...], blocks: list[int], seq: Sequence
-    ) -> Tokens:
+    def compute(self, submitted: Chunk, tokens: list[int], computed: int, blocks: list[int]) -> Tokens:
         assert UNKNOWN not in tokens[:-1]
+        seq = submitted.seq
         if tokens[-1] == UNKNOWN:
-            tokens[-1] = self.toy.last[name]
-        shadow = Sequence(name, tokens, seq.prompt_len, seq.params, b"", computed=computed, blocks=blocks, matcher=seq.matcher)
-        answer = self.toy.run([Chunk(shadow, n, drafts)])[0]
-        if answer:
-            self.toy.last[name] = accepted(drafts, answer)[-1].token
+            tokens[-1] = self.toy.last[seq.id]
+        shadow = Sequence(seq.id, tokens, seq.prompt_len, seq.params, b"", computed=computed, blocks=blocks, matcher=seq.matcher)
+        chunk = replace(submitted, seq=shadow)
+        answer = self.toy.run([chunk])[0]
+        sampled = answer[chunk.scored :]
+        if sampled:
+            self.toy.last[seq.id] = sampled[path(chunk, sampled)[1][-1]].token
         return answer
 
 

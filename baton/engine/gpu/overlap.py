@@ -28,7 +28,7 @@ on a device concerns only those who read and fill its blocks (`Pool.expose`, `Po
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.engine.core.blocks import BlockPool
@@ -81,7 +81,7 @@ class LateScheduler(Scheduler):
     """A scheduler that parks blocks to which a step in flight may still write."""
 
     def __init__(self, pool: BlockPool, limits: Limits, block_size: int, drafter: Drafter | None = None, draft_kv: bool = False) -> None:
-        super().__init__(pool, replace(limits, speculation_branches=1), block_size, drafter=drafter, draft_kv=draft_kv)
+        super().__init__(pool, limits, block_size, drafter=drafter, draft_kv=draft_kv)
         self.flight: Flight | None = None
 
     def lacks_blocks(self, more: int = 0) -> bool:

@@ -20,6 +20,7 @@ from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Finish, Sequence, State
 from baton.engine.core.toy import ToyRunner, naive
+from baton.engine.measure_steps import step_line
 
 BLOCK = 4
 CONFIG = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}
@@ -145,7 +146,7 @@ def test_random_workloads_equal_the_oracle(kind: str, right: float, branches: in
         accepted_tokens += engine.counts.accepted_tokens
     assert preempted and drafted and bool(accepted_tokens) == (right > 0)
     assert accepted_tokens < drafted or right == 1.0
-    assert bool(beside) == (branches > 1 and kind == "engine"), "a device's engine has no branches"
+    assert bool(beside) == (branches > 1)
 
 
 def check_cache(engine: Engine) -> None:
@@ -340,3 +341,20 @@ def test_the_branch_that_says_what_was_sampled_is_the_way() -> None:
         ([7, 9, 4, 4, 4, 0], chunk.branches[1], [0, 5]),
     ):
         assert path(chunk, [Sampled(token) for token in said]) == (branch, rows)
+
+
+def test_what_is_measured_is_no_longer_than_a_sequence_may_be() -> None:
+    longest = 0
+
+    class Device(ToyRunner):
+        def run(self, batch: Any) -> Any:
+            nonlocal longest
+            longest = max([longest, *(chunk.seq.computed + chunk.positions for chunk in batch)])
+            return super().run(batch)
+
+    runner = Device(CONFIG, "toy", BLOCK)
+    runner.attach(KvPool(runner.layout, 64))
+    for most in (2, 5, 20):
+        longest = 0
+        step_line(runner, 4, 8, most)
+        assert longest <= most

@@ -56,10 +56,11 @@ def expected() -> list[list[int]]:
     return said(built(), crowd())
 
 
+@pytest.mark.parametrize("branches", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.usefixtures("eager")
-def test_with_guesses_it_says_what_it_says_without(method: str, expected: list[list[int]]) -> None:
-    made = built(speculation=method)
+def test_with_guesses_it_says_what_it_says_without(method: str, branches: int, expected: list[list[int]]) -> None:
+    made = built(speculation=method, speculation_branches=branches)
     assert said(made, crowd()) == expected
     assert made.engine.counts.drafted_tokens > 10
     assert said(made, crowd()) == expected, "with what the cache has of both"
