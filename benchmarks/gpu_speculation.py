@@ -136,7 +136,7 @@ def full_size(machine: Any, config_of: Callable[[dict[str, Any]], ModelConfig], 
     pool = KvPool(runner.layout, 2 * most * -(-longest // 16))
     runner.attach(pool, capacity=capacity, backend=own_kernels(machine), graph_sizes=(1, 4) if smoke else None)
     part.tell(f"steps of {runner.graphs.sizes} decodes are captured")
-    costs, line = drafter.measure(most), step_line(runner, most, bound)
+    costs, line = drafter.measure(most), step_line(runner, most, bound, longest)
     step, shown = line.at(1), min(SHOWN, bound)
     found: dict[str, Any] = {"step": line.points, "one guess": costs.one.points, "several guesses": costs.several.points}
     verified, drafted = line.at(1 + shown), costs.several.at(1)
