@@ -18,8 +18,9 @@ from typing import get_args
 from machine import describe
 
 from baton.engine.build import build
+from baton.engine.core.limits import Batching, Limits
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Batching, Limits, Scheduler
+from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.sequence import Sequence
 from baton.engine.options import Options
 from baton.models.make_small import make

@@ -30,9 +30,9 @@ from baton.engine.choice import load_runner
 from baton.engine.core.drafting import Ask, Drafter, Tree
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Chunk, Tokens, path
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence, State
 from baton.engine.runner import Computed, ModelRunner
 

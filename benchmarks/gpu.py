@@ -36,9 +36,9 @@ from torch import Tensor
 
 from baton.engine.choice import choose_ops, load_runner
 from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.choice import BACKENDS, Facts, why_not
 from baton.engine.gpu.inputs import Capacity, Seat

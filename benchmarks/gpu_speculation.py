@@ -33,8 +33,8 @@ from baton.engine.choice import choose_ops
 from baton.engine.core.drafting import Paced
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.device_draft import DeviceDraft
 from baton.engine.gpu.inputs import Capacity

@@ -17,8 +17,8 @@ from gpu import Machine, Report, sequences, steps
 
 from baton.engine.core.colder import Colder, Policy
 from baton.engine.core.kvcache import Pool
+from baton.engine.core.limits import Limits
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence as Seq
 from baton.engine.gpu.overlap import OverlapEngine
 from baton.engine.gpu.runner import GpuRunner

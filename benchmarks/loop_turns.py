@@ -48,8 +48,8 @@ from baton.engine.core.blocks import CacheChange
 from baton.engine.core.contract import cache_events
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.toy import ToyRunner
 from baton.launch.redis_server import EmbeddedRedis
 from baton.simulate.memory_registry import MemoryRegistry

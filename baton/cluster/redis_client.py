@@ -3,28 +3,45 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import Awaitable, Sequence
+import sys
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any, cast
-
-from redis.asyncio import Redis, RedisCluster
-from redis.asyncio.cluster import ClusterNode
-from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
-from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    NoPermissionError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-)
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from baton.cluster.config import RedisConfig, SecurityConfig
 from baton.cluster.redis_url import parse
 from baton.cluster.registry import RegistryUnavailable
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """redis-py imports the SDK of OpenTelemetry, where it is installed, to measure itself: a fourth of its own import, in each process that
+    starts, for figures that nobody here reads. Tracing (`otel`) imports it when it is on."""
+    hidden = "opentelemetry" not in sys.modules
+    if hidden:
+        sys.modules["opentelemetry"] = cast(Any, None)  # as if it were not installed
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules["opentelemetry"]
+
+
+with _alone():
+    from redis.asyncio import Redis, RedisCluster
+    from redis.asyncio.cluster import ClusterNode
+    from redis.asyncio.retry import Retry
+    from redis.asyncio.sentinel import Sentinel
+    from redis.backoff import NoBackoff
+    from redis.exceptions import (
+        AuthenticationError,
+        BusyLoadingError,
+        NoPermissionError,
+        OutOfMemoryError,
+        ReadOnlyError,
+        RedisError,
+    )
+    from redis.exceptions import ConnectionError as RedisConnectionError
+    from redis.exceptions import TimeoutError as RedisTimeoutError
 
 Word = str | bytes | int
 _CONNECTIONS = 16

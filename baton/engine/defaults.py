@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from baton.engine.core.scheduler import Limits
+from baton.engine.core.limits import Limits
 from baton.engine.options import Options
 
 GIB = 1 << 30

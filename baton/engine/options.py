@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator
 
-from baton.engine.core.scheduler import Limits
+from baton.engine.core.limits import Limits
 from baton.section import Section
 
 MIB = 1 << 20
@@ -170,7 +170,7 @@ class EngineOptions(Section):
         "baton.engine.choice",
     )
     max_queue: int = option(
-        256, "Maximum number of sequences waiting in one worker; it refuses more.", "baton.engine.core.scheduler", ge=1, le=65536
+        256, "Maximum number of sequences waiting in one worker; it refuses more.", "baton.engine.core.engine", ge=1, le=65536
     )
     batching: Literal["continuous", "dynamic", "static"] = option(
         "continuous",

@@ -14,8 +14,8 @@ from baton.cluster.records import Load, RoleName, WorkerRecord
 from baton.cluster.registry import Registry
 from baton.cluster.rpc import Tasks
 from baton.cluster.telemetry import Tracer
+from baton.engine.core.limits import Limits
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.simulate.cores import Computes
 from baton.simulate.memory_registry import MemoryRegistry
 from baton.simulate.onlooker import Onlooker

@@ -14,9 +14,9 @@ from baton.engine.core.contract import Facts, Listener
 from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Chunk, Tokens
 from baton.engine.core.sampling import Sampled
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.profile.file import Profile
 from baton.profile.models import Work, pairs_of, step_seconds

@@ -16,7 +16,7 @@ from baton.cluster.registry import Registry
 from baton.engine.core.block_key import root_key
 from baton.engine.core.contract import CacheEvent, Facts, Listener
 from baton.engine.core.engine import Output, Refused
-from baton.engine.core.scheduler import Limits
+from baton.engine.core.limits import Limits
 from baton.engine.core.sequence import Sequence
 from baton.profile.file import Profile
 from baton.profile.models import Work

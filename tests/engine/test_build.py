@@ -17,9 +17,9 @@ from baton.engine.build import BuildError, build, check, count_blocks, pool_byte
 from baton.engine.choice import load_runner
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.progress import Step, told_to
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner, naive
 from baton.engine.defaults import DeviceFacts, settle, stored_dtype

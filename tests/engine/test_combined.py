@@ -20,8 +20,9 @@ from baton.engine.core.colder import Colder, Policy
 from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits, Scheduler
+from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.sequence import Sequence
 from baton.engine.draft_model import DraftModel
 from baton.engine.head_drafter import HeadDrafter

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.core.scheduler import Limits
+from baton.engine.core.limits import Limits
 from baton.engine.defaults import GIB, DeviceFacts, settle
 from baton.engine.options import Options
 

@@ -26,9 +26,10 @@ from baton.engine.core.block_key import root_key
 from baton.engine.core.drafting import Ask, Drafter, Tree
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits, Scheduler
+from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.sequence import Sequence, State
 from baton.engine.draft_model import DraftModel
 from baton.engine.measure_steps import BUDGET_S, measured

@@ -23,8 +23,8 @@ from baton.engine.core.beams import Beams
 from baton.engine.core.drafting import Ask, Chosen, Drafter, Paced
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence, State
 from baton.engine.core.step_costs import Line
 from baton.engine.facts.fields import CheckpointError

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from baton.cluster.config import Config
-from baton.engine.core.scheduler import Limits
+from baton.engine.core.limits import Limits
 from baton.engine.options import EngineOptions, ModelOptions, Options, ReadBy
 
 

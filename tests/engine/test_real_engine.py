@@ -19,9 +19,9 @@ from baton.engine.core.block_key import extend_keys, root_key
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence, State
 from baton.engine.model.naive import generate, next_logits
 from baton.engine.runner import Computed, ModelRunner

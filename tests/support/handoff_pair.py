@@ -17,9 +17,9 @@ from baton.engine.core.block_key import root_key
 from baton.engine.core.contract import Listener
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.loop import EngineLoop
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner, naive
 from baton.worker.kv_port import KvPort, Place

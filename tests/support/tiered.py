@@ -17,9 +17,9 @@ from baton.engine.core.colder import Policy
 from baton.engine.core.contract import CacheEvent, Listener
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.loop import EngineLoop
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner
 from baton.tiers.slots import Pins

@@ -17,7 +17,7 @@ from baton.engine.core import scheduler
 from baton.engine.core.block_key import extend_keys
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.scheduler import Limits
+from baton.engine.core.limits import Limits
 from baton.engine.core.toy import ToyRunner
 from baton.v1 import generation_pb2
 from baton.v1 import worker_pb2 as pb

@@ -23,8 +23,8 @@ from baton.engine.core.blocks import Content
 from baton.engine.core.contract import CacheEvent, cache_events
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner
 from baton.engine.options import Options

@@ -11,7 +11,7 @@ from late_toy import LateEngine, LatePool, LateToy
 
 from baton.engine.core.block_key import root_key
 from baton.engine.core.engine import Output
-from baton.engine.core.scheduler import Limits
+from baton.engine.core.limits import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import naive
 from decode_worker.call import Adopted

@@ -13,10 +13,10 @@ from baton.engine.core.block_key import root_key
 from baton.engine.core.contract import Listener
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.loop import EngineLoop
 from baton.engine.core.protocol import Chunk, Tokens
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner
 from baton.worker.stall import Activity, Stall

@@ -13,10 +13,11 @@ from baton.engine.core.colder import Colder
 from baton.engine.core.counts import Counts
 from baton.engine.core.drafting import Drafter
 from baton.engine.core.groups import Groups
+from baton.engine.core.limits import Limits
 from baton.engine.core.long_contexts import LongContexts, Shelf, Unreadable, ended
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingToSample, OutOfDeviceMemory, Runner, Tokens, accepted, path
 from baton.engine.core.sampling import Sampled, Scored
-from baton.engine.core.scheduler import Limits, Scheduler, seats
+from baton.engine.core.scheduler import Scheduler, seats
 from baton.engine.core.sequence import Finish, Sequence, State, finish_reason
 
 

@@ -15,7 +15,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from baton.engine.core.beams import Hypothesis, Search
+from baton.engine.core.beam_search import Search
+from baton.engine.core.beams import Hypothesis
 from baton.engine.core.protocol import Runner
 from baton.engine.core.sampling import RAW, Sampled
 from baton.engine.core.scheduler import Scheduler

@@ -34,8 +34,9 @@ from typing import Protocol
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.drafting import Drafter
 from baton.engine.core.engine import Engine, Output
+from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingAllowed, OutOfDeviceMemory, Runner, Tokens
-from baton.engine.core.scheduler import Limits, Scheduler
+from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.sequence import Sequence, State
 
 UNKNOWN = -1

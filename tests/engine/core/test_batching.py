@@ -8,8 +8,8 @@ import pytest
 from baton.engine.core.block_key import root_key
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Batching, Limits
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Batching, Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner, naive
 

@@ -9,14 +9,15 @@ import pytest
 from beam_reference import Row, search, toy_search
 from late_toy import LateEngine, LateToy
 
-from baton.engine.core.beams import Beams, EarlyStopping, Hypothesis, Search
+from baton.engine.core.beam_search import Search
+from baton.engine.core.beams import Beams, EarlyStopping, Hypothesis
 from baton.engine.core.block_key import root_key
 from baton.engine.core.drafting import Drafter
 from baton.engine.core.engine import Engine, Output, TooLong
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import NonFiniteLogits
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Finish, Sequence, State
 from baton.engine.core.toy import ToyRunner
 

@@ -25,12 +25,12 @@ from baton.engine.core.drafting import FIRST_ACCEPTANCE, Ask, Chosen, Drafter, P
 from baton.engine.core.engine import Engine
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.lookahead import PHRASE, POOLED, Lookahead, Sight
 from baton.engine.core.prediction import Prediction
 from baton.engine.core.prompt_lookup import CANDIDATES, LONGEST, NOWHERE, SHORTEST, TAKEN_IN, History, PromptLookup
 from baton.engine.core.protocol import Branch, Chunk, Tokens, accepted
 from baton.engine.core.sampling import Sampled, SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import Offer, Speculation
 from baton.engine.core.step_costs import Drafting, Line, Other, allot, allot_others, least_chance

@@ -10,8 +10,8 @@ from host_pool import carry, on_host
 from baton.engine.core.block_key import root_key
 from baton.engine.core.engine import Engine, Malformed, QueueFull, TooLong
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Finish, Sequence, State
 from baton.engine.core.toy import ToyRunner, naive
 from baton.moves import IllegalMove

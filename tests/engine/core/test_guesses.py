@@ -15,9 +15,9 @@ from baton.engine.core.block_key import root_key
 from baton.engine.core.drafting import Ask, Drafter, Tree
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Branch, Chunk, NonFiniteLogits, OutOfDeviceMemory, Tokens, accepted, path
 from baton.engine.core.sampling import Sampled, SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Finish, Sequence, State
 from baton.engine.core.toy import ToyRunner, naive
 from baton.engine.measure_steps import step_line

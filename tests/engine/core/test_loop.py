@@ -21,10 +21,10 @@ from baton.engine.core.commands import facts
 from baton.engine.core.contract import CacheEvent, EngineStopped, Listener, cache_events
 from baton.engine.core.engine import Engine, Output, TooLong
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.loop import EngineLoop
 from baton.engine.core.protocol import Chunk, Tokens
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence, State
 from baton.engine.core.toy import ToyRunner, naive
 

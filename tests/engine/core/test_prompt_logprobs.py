@@ -11,8 +11,9 @@ from baton.engine.choice import load_runner
 from baton.engine.core.block_key import root_key
 from baton.engine.core.engine import Engine, Malformed
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.sampling import SamplingParams, Scored
-from baton.engine.core.scheduler import SCORED_AT_ONCE, Limits
+from baton.engine.core.scheduler import SCORED_AT_ONCE
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner
 from baton.engine.model.naive import next_logits

@@ -21,9 +21,9 @@ from baton.engine.core.drafting import Ask, Drafter
 from baton.engine.core.engine import Engine, Malformed, Output
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.masks import NOTHING, Matcher, without
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Finish, Sequence, State
 from baton.engine.core.thinking import Marks, ThinkingBudget
 from baton.engine.core.toy import ToyRunner, naive

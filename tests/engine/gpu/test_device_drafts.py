@@ -13,9 +13,9 @@ from baton.engine.core.block_key import root_key
 from baton.engine.core.drafting import Drafter
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.device_draft import DeviceDraft
 from baton.engine.gpu.inputs import Capacity

@@ -11,8 +11,8 @@ import torch
 
 from baton.engine.choice import load_runner
 from baton.engine.core.kvcache import PROBE_PIECES, KvLayout, KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.inputs import Capacity
 from baton.engine.gpu.overlap import OverlapEngine

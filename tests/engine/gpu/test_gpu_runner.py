@@ -13,9 +13,9 @@ from host_pool import carry
 from baton.engine.choice import load_runner
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Chunk, NonFiniteLogits
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.graphs import Compute, Graphs, ladder
 from baton.engine.gpu.inputs import Capacity

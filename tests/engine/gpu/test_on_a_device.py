@@ -17,9 +17,9 @@ from baton.cluster.errors import BatonError
 from baton.engine.choice import load_runner
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvLayout, KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.choice import BACKENDS, Facts, why_not
 from baton.engine.gpu.inputs import Capacity

@@ -12,9 +12,9 @@ from late_toy import LateEngine, LateToy
 from baton.engine.choice import load_runner
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Chunk, OutOfDeviceMemory, Tokens
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence, State
 from baton.engine.core.toy import ToyRunner, naive
 from baton.engine.gpu.inputs import Capacity

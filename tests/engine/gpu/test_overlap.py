@@ -13,8 +13,8 @@ from host_pool import carry
 from late_toy import LateEngine, LateToy
 
 from baton.engine.core.engine import Output
+from baton.engine.core.limits import Limits
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Finish, Sequence, State
 from baton.engine.core.toy import naive
 from baton.engine.gpu.overlap import UNKNOWN, OverlapEngine

@@ -16,8 +16,8 @@ from baton.engine.choice import load_runner
 from baton.engine.core.beams import Beams, Hypothesis
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
+from baton.engine.core.limits import Limits
 from baton.engine.core.sampling import LOGPROBS_MODES, SamplingParams
-from baton.engine.core.scheduler import Limits
 from baton.engine.core.sequence import Sequence
 from baton.engine.runner import ModelRunner
 

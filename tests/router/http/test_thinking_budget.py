@@ -11,7 +11,7 @@ from http_door import CHAT, HELLO, House, Script, toy_tokenizer
 
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
-from baton.engine.core.scheduler import Limits
+from baton.engine.core.limits import Limits
 from baton.engine.core.sequence import Finish
 from baton.engine.core.toy import ToyRunner
 from baton.engine.grammars.store import GrammarStore
