@@ -19,7 +19,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from baton.terminal import Fitting
-from loadtest import pictures
 from loadtest.campaign import Campaign
 from loadtest.compare import ATTAINMENT
 from loadtest.estimate import Estimate, mean_and_interval
@@ -92,6 +91,8 @@ def by_name(parts: Sequence[Section]) -> dict[str, Results]:
 
 def draw(campaign: Campaign, folder: Path) -> Path:
     """Writes everything and returns the page. Raises OSError, and ValueError for a run shorter than warm-up and cool-down."""
+    from loadtest import pictures  # and so matplotlib: its import takes longer than a comparison of two campaigns, which draws nothing
+
     folder.mkdir(parents=True, exist_ok=True)
     parts = sections(campaign)
     drawn: list[dict[str, Any]] = []

@@ -541,6 +541,8 @@ def test_proto_is_not_a_python_package() -> None:
         ("baton.client", "torch baton.cluster"),
         ("baton.cli.main", "torch numpy matplotlib kubernetes urllib3"),
         ("baton.cli.fetch", "huggingface_hub boto3"),
+        ("loadtest.report", "matplotlib"),
+        ("baton.launch.child", "pydantic"),  # each supervisor on Ray loads it
         ("baton.engine.core.toy", "torch"),
         ("baton.engine.runner", "numba"),
     ],

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from baton.cluster import redis_url
 from baton.cluster.config_engine import KvConfig, TiersConfig
 from baton.cluster.config_router import RouterConfig, SloConfig
+from baton.cluster.placement import Placement
 from baton.engine.options import EngineOptions, ModelOptions
 from baton.section import Section
 
@@ -59,9 +60,6 @@ class ClusterConfig(Section):
         if self.advertise in EVERYWHERE:
             raise ValueError(f"advertise must be an address that others can reach, not {self.advertise}: other processes connect to it")
         return self
-
-
-Placement = Literal["spread", "pack", "strict-spread", "strict-pack"]
 
 
 class PoolConfig(Section):

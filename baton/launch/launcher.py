@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from baton.cluster.awake import AwakeClock
-from baton.cluster.config import Placement
 from baton.cluster.errors import BatonError, Reason, invalid
+from baton.cluster.placement import Placement
 
 LOOK_AT_MOST_S = 0.5
 NAME_VARIABLE = "BATON_WORKER_NAME"
