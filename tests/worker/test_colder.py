@@ -7,13 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiered import BLOCK, UNIT, WITHIN_S, Tiered, make_seq, tiered, until
+from tiered import UNIT, WITHIN_S, Tiered, make_seq, tiered, until
 
 from baton.cluster.config_engine import TiersConfig
 from baton.cluster.membership import lasting_name
 from baton.cluster.metrics import Book
 from baton.engine.build import BuildError
 from baton.engine.core.block_key import DISK, HOST, REMOTE
+from baton.engine.core.colder import Colder
 from baton.engine.core.contract import Listener
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.sequence import Sequence
@@ -46,6 +47,13 @@ async def say(t: Tiered, name: str, number: int, length: int = 33) -> Sequence:
     return seq
 
 
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tier holds is loaded, and waited for: how fast this machine loads and computes at the moment does not matter, because nobody
+    knows what computing takes."""
+    monkeypatch.setattr(Colder, "paced", lambda *_: None)
+
+
 def _ignore(told: object) -> None: ...
 
 
@@ -53,6 +61,7 @@ def test_without_a_tier_there_are_none() -> None:
     assert make_tiers(TiersConfig(), "prefill-0") is None
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("sealed", [False, True])
 async def test_what_the_memory_has_no_more_room_for_comes_back_from_the_disk(tmp_path: Path, sealed: bool) -> None:
     keys: dict[str, Any] = {"memory_mib": 1, "disk": str(tmp_path / "kv"), "disk_mib": 32}
@@ -61,13 +70,13 @@ async def test_what_the_memory_has_no_more_room_for_comes_back_from_the_disk(tmp
         keys["key_file"] = str(tmp_path / "key")
     length = 1025
     async with tiered(blocks=300, tiers=made(**keys)) as t:
-        deadline, said, whole = time.monotonic() + WITHIN_S, 0, list[int]()
+        deadline, said, whole = time.monotonic() + 3 * WITHIN_S, 0, list[int]()
         while not whole and time.monotonic() < deadline:
             await say(t, f"a{said}", said, length)
             said += 1
-            disk, anywhere = t.held(DISK), t.held(DISK) | t.held(HOST)  # what is not saved in time is nowhere
+            disk = t.held(DISK)  # what is not saved in time is nowhere; what is in memory may move while it is looked for
             keys_of = {number: set(t.engine.scheduler.usable_keys(told(f"k{number}", number, length))) for number in range(said)}
-            whole = [number for number, keys in keys_of.items() if keys <= anywhere and len(keys & disk) > length // BLOCK // 2]
+            whole = [number for number, keys in keys_of.items() if keys <= disk]
         again = await say(t, "b", whole[0], length)
         assert again.prefilled <= length // 2, "half of it or more was loaded"
         assert t.tiers.tiers[1].worth.tally.hits > 0
@@ -109,6 +118,7 @@ async def test_workers_share_what_is_in_an_object_store(tmp_path: Path) -> None:
         assert (await say(other, "b", 1)).prefilled == 0 and tier.worth.tally.hits == 8
 
 
+@pytest.mark.usefixtures("unmeasured")
 async def test_metrics_tell_what_each_tier_did() -> None:
     book = Book("prefill", "prefill-0", "toy")
     async with tiered(tiers=made(memory_mib=1)) as t:
