@@ -11,6 +11,7 @@ from tiered import UNIT, WITHIN_S, PlainStore
 from baton.engine.core.colder import SAVED
 from baton.engine.core.kvcache import Carrier, KvLayout, KvPool
 from baton.tiers import tier as tier_module
+from baton.tiers.store import StoreFailed
 from baton.tiers.tier import HANG_S, MOVES, RETRY_S, Bounds, Piece, Save, State, Tier
 from baton.tiers.worth import REST_S, WINDOW_S
 
@@ -220,6 +221,30 @@ def test_a_dropped_unit_stays_dropped_though_it_still_waited_to_be_written(bench
     until(lambda: bench.done == 2)
     until(lambda: bench.held == {key(3)})
     until(lambda: set(bench.store.units) == {key(3)})
+
+
+def test_a_save_that_is_given_up_while_it_is_copied_leaves_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has its block back then, and others fill it."""
+    copying, go_on, out = threading.Event(), threading.Event(), bench.tier._carrier.out
+
+    def slow(blocks: Sequence[int]) -> Sequence[memoryview]:
+        copying.set()
+        assert go_on.wait(WITHIN_S)
+        return out(blocks)
+
+    monkeypatch.setattr(bench.tier._carrier, "out", slow)
+    POOL.block(3)[:] = b"1" * UNIT
+    bench.tier.save(Save([(key(1), 3)], bench._saved))
+    assert copying.wait(WITHIN_S)
+    bench.tier._fail(StoreFailed("a reader's call failed"))
+    assert bench.done == 1, "at once, though the copy is not done"
+    POOL.block(3)[:] = b"2" * UNIT
+    bench.now += RETRY_S
+    go_on.set()
+    until(lambda: bench.tier.on)
+    bench.save(key(2))
+    until(lambda: bench.done == 2)
+    assert set(bench.store.units) == bench.held == {key(2)}
 
 
 def test_a_closed_tier_has_given_everything_back(bench: Bench) -> None:

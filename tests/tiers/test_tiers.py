@@ -4,16 +4,19 @@ import asyncio
 import random
 import threading
 import time
+from collections.abc import Sequence as Seq
+from contextlib import suppress
 
 import pytest
-from tiered import BLOCK, CONFIG, PlainStore, Tiered, make_seq, tiered, until
+from tiered import BLOCK, CONFIG, WITHIN_S, PlainStore, Tiered, make_seq, tiered, until
 
 from baton.engine.core.block_key import DEVICE, DISK, HOST, extend_keys, root_key
 from baton.engine.core.colder import NEAR, Policy
+from baton.engine.core.kvcache import HostCarrier
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import naive
 from baton.tiers.tier import HANG_S
-from baton.tiers.tiers import Tiers
+from baton.tiers.tiers import Tiers, _Load
 
 WIDTH = CONFIG["kv_width"]
 
@@ -139,6 +142,60 @@ async def test_a_load_that_is_late_is_not_waited_for_and_what_comes_later_touche
         assert said(other) == expected(other)
         t.stores[0].gate.set()
         await visit(t, 1, 5, tag="c")
+
+
+async def test_a_block_that_is_being_filled_when_its_load_ends_is_nobodys_until_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that, what is copied late would land in the KV of whoever has the block by then."""
+    into, copying, go_on = HostCarrier.into, threading.Event(), threading.Event()
+
+    def slow(carrier: HostCarrier, blocks: Seq[int], places: Seq[int]) -> list[bool]:
+        copying.set()
+        assert go_on.wait(WITHIN_S)
+        return into(carrier, blocks, places)
+
+    async with tiered(PlainStore(100), blocks=24, policy=Policy(wait_s=0.02)) as t:
+        await visit(t, 1, 2, 3, 4, tag="a")
+        monkeypatch.setattr(HostCarrier, "into", slow)
+        await t.run(seq := make_seq("late", prompt(1)))
+        assert copying.is_set() and said(seq) == expected(seq)
+        colder, pool = t.engine.colder, t.engine.pool
+        assert colder is not None and pool.num_owned >= colder._late > 0, "the load has ended, and its blocks are still owned"
+        for number in (5, 6):
+            await t.run(other := make_seq(f"b{number}", prompt(number, 13)))
+            assert said(other) == expected(other)
+        go_on.set()
+        await t.settled()
+        assert colder._late == 0
+        await visit(t, 1, 5, tag="c")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_blocks_of_a_load_that_ends_while_they_are_filled_are_given_back_once(fails: bool) -> None:
+    filling, go_on, back = threading.Event(), threading.Event(), list[int]()
+
+    class Slow(HostCarrier):
+        def __init__(self) -> None: ...
+
+        def into(self, blocks: Seq[int], places: Seq[int]) -> list[bool]:
+            filling.set()
+            assert go_on.wait(WITHIN_S)
+            if fails:
+                raise RuntimeError("a device fails")
+            return [True] * len(blocks)
+
+    def fill() -> None:
+        with suppress(RuntimeError):
+            load.take([0, 1], [0, 1], Slow())
+
+    load = _Load([5, 6, 7], lambda: None, back.extend)
+    thread = threading.Thread(target=fill)
+    thread.start()
+    assert filling.wait(WITHIN_S)
+    assert load.end() == [None, None, False] and not back
+    go_on.set()
+    thread.join(WITHIN_S)
+    assert back == [5, 6] and load.arrived == [False] * 3
+    assert load.take([2], [0], Slow()) == [True] and back == [5, 6], "nothing of it lands any more"
 
 
 async def test_a_store_that_hangs_is_off_holds_no_block_and_comes_back_by_itself(caplog: pytest.LogCaptureFixture) -> None:
