@@ -57,6 +57,7 @@ BOXES = {
     "baton.worker": Box(3.5, 1, "worker", "what both share"),
     "kvtransfer": Box(3, 4, "worker", "leases, transports"),
     "baton.plan": Box(0, 5, "use", "sizes, formulae"),
+    "baton.planner": Box(0, 6.2, "use", "sizes and roles, alone"),
     "baton.profile": Box(0.9, 7.4, "ground", "how long parts take"),
     "baton.tiers": Box(3, 7, "worker", "colder copies of KV"),
     "baton.models": Box(4, 5, "use", "tale, training, fetch"),

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     "baton", "baton.access", "baton.cli", "baton.cluster", "baton.engine", "baton.engine.core", "baton.engine.cpu", "baton.engine.facts",
     "baton.engine.gpu", "baton.engine.grammars", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models", "baton.plan",
-    "baton.predict", "baton.profile", "baton.recorder", "baton.simulate", "baton.tiers", "baton.worker",
+    "baton.planner", "baton.predict", "baton.profile", "baton.recorder", "baton.simulate", "baton.tiers", "baton.worker",
     "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
 )  # fmt: skip
 WORKER = {"baton.clock", "baton.engine", "baton.cluster", "baton.moves", "baton.recorder", "baton.tiers", "baton.v1", "kvtransfer"}
@@ -69,6 +69,7 @@ ARROWS = {
     "baton.launch": {"baton.clock", "baton.cluster", "baton.engine.options", "baton.moves", "baton.v1"},
     "baton.models": {"baton.engine.build", "baton.engine.core", "baton.engine.facts", "baton.engine.model", "baton.engine.options"},
     "baton.plan": {"baton.engine.facts.fields", "baton.profile"},
+    "baton.planner": {"baton.clock", "baton.cluster", "baton.moves", "baton.profile", "baton.v1"},
     "baton.predict": {
         "baton.client",
         "baton.cluster",
@@ -226,6 +227,7 @@ PURE = (
     "router/tools/source.py", "router/tools/thinking.py", "router/conversation.py",
     "router/stop.py", "router/slo.py", "router/resume.py", "router/transcript.py", "loadtest/latency.py",
     "baton/profile/models.py",
+    *(f"baton/planner/{name}.py" for name in ("capacity", "change", "decide", "demand", "forecast", "planner")),
     "loadtest/slo.py", "loadtest/distribution.py", "loadtest/window.py", "loadtest/summary.py", "loadtest/estimate.py",
     "loadtest/verdict.py", "loadtest/arms.py",
 )  # fmt: skip

@@ -1,0 +1,154 @@
+"""What the planner sees of the cluster, what it can change, and the life of a change.
+
+    event →     act       there      proved     late        refuse    undo
+    proposed    acting                                      undone
+    acting                proving               timed_out   undone
+    proving                          settled    timed_out   timed_out
+    timed_out                                                         undone
+
+`act`: it was written where the launchers, or the worker, read it. `there`: the workers that it meant are there. `proved`: they have served
+as long as a new worker is thought to be cold. `refuse`: it was not accepted, or a worker turned out bad. `late`: its time is over. One
+change at a time is alive.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from baton.cluster.records import ROLES, Pools, RoleName
+from baton.moves import Moves
+from baton.planner.capacity import Sizes
+
+
+class State(Enum):
+    PROPOSED = "proposed"
+    ACTING = "acting"
+    PROVING = "proving"
+    SETTLED = "settled"
+    TIMED_OUT = "timed out"
+    UNDONE = "undone"
+
+
+MOVES = Moves(
+    {
+        (State.PROPOSED, "act"): State.ACTING,
+        (State.PROPOSED, "refuse"): State.UNDONE,
+        (State.ACTING, "there"): State.PROVING,
+        (State.ACTING, "late"): State.TIMED_OUT,
+        (State.ACTING, "refuse"): State.UNDONE,
+        (State.PROVING, "proved"): State.SETTLED,
+        (State.PROVING, "late"): State.TIMED_OUT,
+        (State.PROVING, "refuse"): State.TIMED_OUT,
+        (State.TIMED_OUT, "undo"): State.UNDONE,
+    }
+)
+OVER = (State.SETTLED, State.UNDONE)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """`since`: when this planner first saw this process serve these roles. `pool`: the role that it was started in."""
+
+    name: str
+    pool: RoleName
+    serves: tuple[RoleName, ...]
+    since: float
+    draining: bool = False
+    busy: int = 0  # sequences that it has
+
+    @property
+    def number(self) -> int:
+        tail = self.name.rpartition("-")[2]
+        return int(tail) if tail.isdigit() else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The cluster at one moment. `at`: when the newest figure in it was counted. `wanted`: sizes of the pools; None: no supervisor keeps
+    any. `starting`: workers of each pool that have not joined yet."""
+
+    at: float
+    workers: tuple[Worker, ...]
+    wanted: Pools | None
+    starting: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, pool: RoleName, draining: bool = False) -> list[Worker]:
+        """In the order in which a launcher started them."""
+        found = [worker for worker in self.workers if worker.pool == pool and worker.draining == draining]
+        return sorted(found, key=lambda worker: (worker.number, worker.name))
+
+    def serving(self, role: RoleName) -> list[Worker]:
+        return [worker for worker in self.workers if role in worker.serves and not worker.draining]
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(len(self.serving("prefill")), len(self.serving("decode")))
+
+    def alive(self, pool: RoleName) -> int:
+        """Workers of a pool that are there or starting, without those that drain."""
+        return len(self.of(pool)) + self.starting.get(pool, 0)
+
+    def most(self, wanted: Pools) -> dict[str, int]:
+        """How many workers each pool may have at one time on its way to the wanted size: those that drain are still there."""
+        return {pool: max(self.alive(pool), getattr(wanted, pool)) + len(self.of(pool, draining=True)) for pool in ROLES}
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Asks the launchers for these sizes of the pools, `before` being what they were."""
+
+    pools: Pools
+    before: Pools
+
+    def __str__(self) -> str:
+        steps = [f"{pool} pool {getattr(self.before, pool)} → {getattr(self.pools, pool)}" for pool in ROLES]
+        return ", ".join(step for step, pool in zip(steps, ROLES, strict=True) if getattr(self.before, pool) != getattr(self.pools, pool))
+
+    @property
+    def grows(self) -> bool:
+        return self.pools.prefill > self.before.prefill or self.pools.decode > self.before.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """Lets a running worker serve another role."""
+
+    worker: str
+    to: RoleName
+    before: RoleName
+
+    def __str__(self) -> str:
+        return f"{self.worker} serves {self.to} instead of {self.before}"
+
+    def back(self) -> "Flip":
+        return Flip(self.worker, self.before, self.to)
+
+
+Action = Resize | Flip
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    number: int
+    action: Action
+    sizes: Sizes  # that serve when it has settled
+    deadline: float
+    began: float
+    state: State = State.PROPOSED
+    there: float = 0.0  # when its workers were
+    why: str = ""  # it was undone
+
+    def after(self, event: str, why: str = "") -> "Change":
+        """Raises IllegalMove."""
+        return replace(self, state=MOVES.after(self.state, event, f"change {self.number}"), why=why or self.why)
+
+    @property
+    def alive(self) -> bool:
+        return self.state not in OVER
+
+    def done(self, seen: Seen) -> bool:
+        """Whether what it asked for is there."""
+        if isinstance(self.action, Flip):
+            return any(worker.name == self.action.worker and worker.serves == (self.action.to,) for worker in seen.workers)
+        wanted = self.action.pools
+        return all(len(seen.of(pool)) == getattr(wanted, pool) and not seen.of(pool, draining=True) for pool in ROLES)

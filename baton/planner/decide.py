@@ -1,0 +1,440 @@
+"""What to change now, and why. `decide` is a function of what is seen, of the load that is forecast, and of what was decided before.
+
+In this order: a reason to do nothing (stale figures, a change that is not over, a supervisor that is not there) → what of an old change to
+undo → the sizes that the load needs → the first of these that helps and that no invariant forbids:
+
+    flip     a worker of a role with too many serves the one with too few: seconds, and no worker more
+    grow     a pool
+    shrink   a pool, if the role has had too many for `hold_s`
+
+Every action passes `forbidden`, whatever led to it. It keeps three promises: the budget holds at each moment on the way, those that drain
+and start counted; a worker that serves each role which must be served is there throughout; no role leaves its bounds.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from baton.cluster.records import ROLES, RoleName
+from baton.planner.capacity import Effect, Model, Sizes
+from baton.planner.change import Action, Change, Flip, Resize, Seen, State, Worker
+from baton.planner.demand import Demand, Interval
+
+PREFILL_STAGES = frozenset({"queue", "prefill", "prefill_wait", "prefill_compute"})
+PRESSURE_STEP, PRESSURE_MOST = 1.15, 4.0
+FORGET_S = 3600.0  # after which half of a pressure is gone; twice as long each time that it had to be raised again
+MISSING = 3  # intervals with too many misses in a row, before the model is thought to be wrong
+GAIN = 0.05  # of the attainment, at least, that a flip within a spent budget must bring
+BACK_OFF, BACK_OFF_MOST_S = 2.0, 3600.0
+OTHER: dict[RoleName, RoleName] = {"prefill": "decode", "decode": "prefill"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Seconds and workers. `target`: share of requests that should meet each objective. `costs`: what a worker of each pool takes of the
+    budget. `cold_s`: what a worker does so soon after it started or changed its role says nothing. `margin`: a pool shrinks only if what is
+    left would also serve so much more than is forecast."""
+
+    least: Sizes
+    most: Sizes
+    budget: float
+    costs: tuple[float, float] = (1.0, 1.0)
+    target: float = 0.95
+    flips: bool = True
+    margin: float = 0.15
+    cooldown_s: float = 30.0
+    hold_s: float = 180.0
+    start_timeout_s: float = 300.0
+    flip_timeout_s: float = 30.0
+    cold_s: float = 10.0
+    stale_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The sizes that a load needed at one moment: to grow to, and, with the margin, to shrink to."""
+
+    at: float
+    grow: Sizes
+    shrink: Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What was decided before. `pressure`: by how much each role needs more than the model says, from misses that it did not foresee."""
+
+    change: Change | None = None
+    changes: int = 0
+    ended: float = -1e9  # the last change
+    flipped: tuple[float, RoleName] | None = None  # when, and to what
+    needs: tuple[Need, ...] = ()
+    blocked: tuple[tuple[str, float, float], ...] = ()  # pools that could not grow: until when, and the wait after that
+    pressure: tuple[float, float] = (1.0, 1.0)
+    raised: int = 0  # how often
+    missing: int = 0
+    learned: int = -1  # the last interval that was
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    sizes: Sizes
+    effect: Effect
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`action` None: nothing changes, and `why` says why. `expected`: of the sizes that serve afterwards."""
+
+    action: Action | None
+    why: str
+    sizes: Sizes
+    demand: Demand
+    after: Sizes
+    now: Effect | None = None
+    expected: Effect | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    memory: Memory = field(default=Memory(), repr=False)
+    undoes: bool = False  # the action takes back one that did not come about; it is no change of its own
+
+
+def decide(seen: Seen, demand: Demand, model: Model, memory: Memory, rules: Rules, now: float) -> Decision:
+    sizes = seen.sizes
+    if hindered := hindrance(seen, rules, now):
+        return Decision(None, hindered, sizes, demand, sizes, memory=memory)
+    memory = advance(memory, seen, rules, now)
+    if memory.change is not None and memory.change.state is State.TIMED_OUT:
+        return _undo(seen, demand, memory, rules, now)
+    if demand.rate > 0 and not (demand.prompt and demand.output):
+        return Decision(None, "no request has ended yet: how long they are is not known", sizes, demand, sizes, memory=memory)
+    memory = _note_need(memory, model, demand, rules, now)
+    if memory.change is not None and memory.change.alive:
+        return Decision(None, f"change {memory.change.number} is {memory.change.state.value}", sizes, demand, sizes, memory=memory)
+    effect = model.effect(sizes, _pressed(demand, memory))
+    return _choose(seen, demand, effect, model, memory, rules, now)
+
+
+def hindrance(seen: Seen, rules: Rules, now: float) -> str:
+    """Why nothing may be changed, whatever is needed; empty: nothing hinders."""
+    if seen.wanted is None:
+        return "no supervisor keeps the sizes of the pools"
+    if seen.wanted.stop:
+        return "the cluster is being stopped"
+    if now - seen.at > rules.stale_s:
+        return f"the newest figures are {now - seen.at:.0f} s old"
+    if not seen.workers:
+        return "no worker is known"
+    return ""
+
+
+def cold(seen: Seen, rules: Rules, now: float) -> bool:
+    """Whether some worker is so young that what the cluster does says nothing about it."""
+    return any(now - worker.since < rules.cold_s for worker in seen.workers) or any(seen.starting.values())
+
+
+def advance(memory: Memory, seen: Seen, rules: Rules, now: float) -> Memory:
+    """What has become of the change that is alive."""
+    change = memory.change
+    if change is None or not change.alive:
+        return memory
+    if change.state is State.ACTING and change.done(seen):
+        change = replace(change.after("there"), there=now)
+    if change.state is State.PROVING:
+        if not change.done(seen):
+            change = change.after("refuse", "its workers left again")
+        elif now - change.there >= rules.cold_s or (isinstance(change.action, Resize) and not change.action.grows):
+            change = change.after("proved")
+    if change.state is State.ACTING and now >= change.deadline:
+        change = change.after("late", f"it was not done within {change.deadline - change.began:.0f} s")
+    ended = now if not change.alive else memory.ended
+    if change.state is State.SETTLED and isinstance(change.action, Resize) and change.action.grows:
+        grown = {pool for pool in ROLES if getattr(change.action.pools, pool) > getattr(change.action.before, pool)}
+        memory = replace(memory, blocked=tuple(one for one in memory.blocked if one[0] not in grown))
+    return replace(memory, change=change, ended=ended)
+
+
+def begin(memory: Memory, decision: Decision, rules: Rules, now: float) -> Memory:
+    """Notes that the decision's action is being taken. Its change is `proposed`."""
+    action = decision.action
+    assert action is not None, "nothing was decided"
+    timeout = rules.flip_timeout_s if isinstance(action, Flip) else rules.start_timeout_s
+    number = memory.changes + 1
+    change = Change(number, action, decision.after, now + timeout, now)
+    flipped = (now, action.to) if isinstance(action, Flip) else memory.flipped
+    return replace(memory, change=change, changes=number, flipped=flipped)
+
+
+def note(memory: Memory, event: str, now: float, why: str = "") -> Memory:
+    """`act` or `refuse`: what came of the attempt. Raises IllegalMove."""
+    assert memory.change is not None
+    change = memory.change.after(event, why)
+    return replace(memory, change=change, ended=memory.ended if change.alive else now)
+
+
+def learn(memory: Memory, interval: Interval, seen: Seen, model: Model, demand: Demand, rules: Rules, now: float) -> Memory:
+    """Misses that the model did not foresee mean that it is wrong: the role to blame is then sized for more. What happens while a worker is
+    cold, or while something changes, says nothing and is left out."""
+    if interval.number <= memory.learned:
+        return memory
+    memory = replace(memory, learned=interval.number)
+    changing = memory.change is not None and memory.change.alive
+    lately = now - memory.ended < interval.seconds
+    if cold(seen, rules, now) or changing or lately or interval.judged < 5:
+        return replace(memory, missing=0)
+    attainment = interval.attainment or 0.0
+    if attainment >= rules.target - (1 - rules.target):
+        kept = 0.5 ** (interval.seconds / (FORGET_S * 2 ** min(memory.raised, 10)))
+        prefill, decode = (1 + (each - 1) * kept for each in memory.pressure)
+        return replace(memory, missing=0, pressure=(prefill, decode))
+    if model.effect(seen.sizes, _pressed(demand, memory)).attainment < rules.target - (1 - rules.target):
+        return replace(memory, missing=0)  # it was foreseen
+    missing = memory.missing + 1
+    if missing < MISSING:
+        return replace(memory, missing=missing)
+    pressure = dict(zip(ROLES, memory.pressure, strict=True))
+    role = _blamed(interval, seen, model, demand)
+    pressure[role] = min(PRESSURE_MOST, pressure[role] * PRESSURE_STEP)
+    return replace(memory, missing=0, raised=memory.raised + 1, pressure=(pressure["prefill"], pressure["decode"]))
+
+
+def _blamed(interval: Interval, seen: Seen, model: Model, demand: Demand) -> RoleName:
+    shares = {role: 0.0 for role in ROLES}
+    effect = model.effect(seen.sizes, demand)
+    for stage, count in interval.missed.items():
+        if stage == "error" or stage == "queue":  # for want of room: that of the busier role
+            shares["prefill" if effect.prefill_use > effect.decode_use else "decode"] += count
+        else:
+            shares["prefill" if stage in PREFILL_STAGES else "decode"] += count
+    return "prefill" if shares["prefill"] > shares["decode"] and seen.sizes.prefill else "decode"
+
+
+def _pressed(demand: Demand, memory: Memory) -> Demand:
+    """More tokens of each kind instead of more requests, so that each role has its own factor."""
+    prefill, decode = memory.pressure
+    return Demand(demand.rate, demand.prompt, demand.uncached * prefill, demand.output * decode)
+
+
+def needed(model: Model, demand: Demand, rules: Rules) -> Sizes:
+    """The fewest workers with which `target` of the requests meet each objective, within the bounds. The budget may allow less."""
+    least, most = rules.least, rules.most
+    if demand.rate <= 0:
+        return Sizes(least.prefill, max(1, least.decode))
+    apart = Sizes(
+        model.least(demand, "prefill", rules.target, least.prefill, most.prefill) if most.prefill else 0,
+        model.least(demand, "decode", rules.target, least.decode, most.decode, prefill=min(1, most.prefill)),
+    )
+    if least.prefill or not most.prefill:
+        return apart
+    alone = Sizes(0, model.least(demand, "decode", rules.target, least.decode, most.decode, prefill=0))
+    enough = model.effect(alone, demand)
+    return alone if alone.total < apart.total and min(enough.ttft, enough.tpot) >= rules.target else apart
+
+
+def _note_need(memory: Memory, model: Model, demand: Demand, rules: Rules, now: float) -> Memory:
+    pressed = _pressed(demand, memory)
+    need = Need(now, needed(model, pressed, rules), needed(model, pressed.times(1 + rules.margin), rules))
+    old = [each for each in memory.needs if now - each.at > rules.hold_s]
+    kept = [each for each in memory.needs if now - each.at <= rules.hold_s]
+    return replace(memory, needs=(*old[-1:], *kept, need))
+
+
+def _surplus(memory: Memory, role: RoleName, size: int, within_s: float, now: float) -> int:
+    """How many workers of a role more there are than were needed at any moment of that time; 0 if so much time has not been looked at."""
+    needs = [each for each in memory.needs if now - each.at <= within_s]
+    if not needs or now - memory.needs[0].at < within_s:
+        return 0
+    return max(0, size - max(getattr(each.shrink, role) for each in needs))
+
+
+def _choose(seen: Seen, demand: Demand, effect: Effect, model: Model, memory: Memory, rules: Rules, now: float) -> Decision:
+    sizes, need = seen.sizes, memory.needs[-1].grow
+    pressed = _pressed(demand, memory)
+    found = [Alternative(sizes, effect, "as it is")]
+    wants = _candidates(seen, need, pressed, model, memory, rules, now)
+    chosen: tuple[str, Action, Alternative] | None = None
+    for why, action in wants:
+        after = sizes_after(seen, action)
+        told = model.effect(after, pressed)
+        against = forbidden(action, seen, rules, now) or waits(action, effect, memory, rules, now)
+        found.append(Alternative(after, told, f"{action}: {against or ('chosen' if chosen is None else 'would do as well')}"))
+        if not against and chosen is None:
+            chosen = why, action, found[-1]
+    if chosen is not None:
+        why, action, taken = chosen
+        return Decision(action, why, sizes, demand, taken.sizes, effect, taken.effect, tuple(found), memory)
+    why = f"{sizes} is what the load needs" if need == sizes else f"the load needs {need}, and {sizes} serves"
+    if wants:
+        why += f"; {found[1].verdict}"
+    return Decision(None, why, sizes, demand, sizes, effect, effect, tuple(found), memory)
+
+
+def _candidates(
+    seen: Seen, need: Sizes, demand: Demand, model: Model, memory: Memory, rules: Rules, now: float
+) -> "list[tuple[str, Action]]":
+    """In the order in which they are tried."""
+    sizes = seen.sizes
+    assert seen.wanted is not None
+    found: list[tuple[str, Action]] = []
+    short = {role: getattr(need, role) - getattr(sizes, role) for role in ROLES}
+    for role in ROLES:
+        if short[role] <= 0:
+            continue
+        why = f"the load needs {need}: {role} has {short[role]} too few"
+        flip = _flip(seen, role, rules, now)
+        if flip is not None and _surplus(memory, OTHER[role], getattr(sizes, OTHER[role]), rules.cooldown_s, now):
+            found.append((why, flip))
+        if not _blocked(memory, role, now):
+            count = min(short[role], max(1, _room(seen, role, rules)))
+            found.append((why, Resize(replace(seen.wanted, **{role: getattr(seen.wanted, role) + count}), seen.wanted)))
+        if flip is not None and _better(seen, flip, demand, model):
+            found.append((f"{why}, which costs {OTHER[role]} less than it brings", flip))
+    if not found:
+        for role in ROLES:
+            spare = _surplus(memory, role, getattr(sizes, role), rules.hold_s, now)
+            if spare:
+                why = f"{spare} of {getattr(sizes, role)} {role} workers were not needed for {rules.hold_s:.0f} s"
+                found += [(why, action) for action in _shrinks(seen, role, spare, rules, now)]
+    return found
+
+
+def _better(seen: Seen, flip: Flip, demand: Demand, model: Model) -> bool:
+    """Whether a flip helps although the role that gives has none to spare."""
+    after = sizes_after(seen, flip)
+    return model.effect(after, demand).attainment >= model.effect(seen.sizes, demand).attainment + GAIN
+
+
+def _room(seen: Seen, pool: RoleName, rules: Rules) -> int:
+    """How many workers more of a pool the budget has room for."""
+    assert seen.wanted is not None
+    spent = sum(count * cost for count, cost in zip(seen.most(seen.wanted).values(), rules.costs, strict=True))
+    cost = rules.costs[ROLES.index(pool)]
+    return int((rules.budget - spent + 1e-9) // cost) if cost > 0 else seen.sizes.total + 1
+
+
+def _flip(seen: Seen, to: RoleName, rules: Rules, now: float) -> Flip | None:
+    """The worker to take: one that comes home if there is one, and of these the least busy."""
+    if not rules.flips:
+        return None
+    able = [worker for worker in seen.serving(OTHER[to]) if worker.serves == (OTHER[to],) and now - worker.since >= rules.cold_s]
+    if not able:
+        return None
+    taken = min(able, key=lambda worker: (worker.pool != to, worker.busy, worker.name))
+    return Flip(taken.name, to, OTHER[to])
+
+
+def _shrinks(seen: Seen, role: RoleName, spare: int, rules: Rules, now: float) -> list[Action]:
+    """A launcher takes the newest workers of a pool. If none of the newest serves this role, one of the role is flipped first, so that the
+    next one can go."""
+    assert seen.wanted is not None
+    found: list[Action] = []
+    for pool in (role, OTHER[role]):
+        workers = seen.of(pool)
+        if len(workers) != getattr(seen.wanted, pool) or seen.starting.get(pool, 0):
+            continue  # one of them is being started again: which one would go is not known
+        count = 0
+        while count < min(spare, len(workers)) and workers[-1 - count].serves == (role,):
+            count += 1
+        for fewer in range(count, 0, -1):
+            found.append(Resize(replace(seen.wanted, **{pool: len(workers) - fewer}), seen.wanted))
+    if not found and (flip := _flip(seen, OTHER[role], rules, now)) is not None:
+        found.append(flip)
+    return found
+
+
+def _blocked(memory: Memory, pool: str, now: float) -> bool:
+    return any(name == pool and now < until for name, until, _ in memory.blocked)
+
+
+def waits(action: Action, effect: Effect, memory: Memory, rules: Rules, now: float) -> str:
+    """Why an action must wait, for the sake of a cluster that does not swing; empty: it need not."""
+    if now - memory.ended < rules.cooldown_s:
+        return f"the last change ended {now - memory.ended:.0f} s ago"
+    if isinstance(action, Flip) and memory.flipped is not None:
+        at, to = memory.flipped
+        if action.to != to and now - at < rules.hold_s and effect.attainment >= 0.5:
+            return f"a worker was flipped to {to} {now - at:.0f} s ago"
+    return ""
+
+
+def forbidden(action: Action, seen: Seen, rules: Rules, now: float) -> str:
+    """Why an action may never be taken here; empty: it may."""
+    return _over_budget(action, seen, rules) or _out_of_bounds(action, seen, rules) or _unroutable(action, seen, rules, now)
+
+
+def _over_budget(action: Action, seen: Seen, rules: Rules) -> str:
+    if isinstance(action, Flip) or not action.grows:
+        return ""
+    cost = sum(count * each for count, each in zip(seen.most(action.pools).values(), rules.costs, strict=True))
+    return f"{cost:g} of a budget of {rules.budget:g}, with those that drain" if cost > rules.budget + 1e-9 else ""
+
+
+def _out_of_bounds(action: Action, seen: Seen, rules: Rules) -> str:
+    after = sizes_after(seen, action)
+    for role in ROLES:
+        before, size, least, most = (getattr(each, role) for each in (seen.sizes, after, rules.least, rules.most))
+        if size < least and size < before:
+            return f"{role} may not have less than {least}"
+        if size > most and size > before:
+            return f"{role} may not have more than {most}"
+    return ""
+
+
+def _unroutable(action: Action, seen: Seen, rules: Rules, now: float) -> str:
+    """Who stays must serve each role that has to be served, and not be cold."""
+    leaving = {action.worker} if isinstance(action, Flip) else {worker.name for worker in _victims(action, seen)}
+    if not leaving:
+        return ""
+    for role in ROLES:
+        gone = [worker for worker in seen.serving(role) if worker.name in leaving]
+        stay = [worker for worker in seen.serving(role) if worker.name not in leaving and now - worker.since >= rules.cold_s]
+        if gone and not stay and (role == "decode" or rules.least.prefill):
+            return f"no proven worker would be left that serves {role}"
+    return ""
+
+
+def _victims(action: Resize, seen: Seen) -> list[Worker]:
+    gone: list[Worker] = []
+    for pool in ROLES:
+        workers, wanted = seen.of(pool), getattr(action.pools, pool)
+        gone += workers[wanted:] if wanted < getattr(action.before, pool) else []
+    return gone
+
+
+def sizes_after(seen: Seen, action: Action) -> Sizes:
+    """What serves once an action has settled."""
+    sizes = seen.sizes
+    if isinstance(action, Flip):
+        step = 1 if action.to == "prefill" else -1
+        return Sizes(sizes.prefill + step, sizes.decode - step)
+    gone = _victims(action, seen)
+    return Sizes(*(
+        getattr(sizes, role)
+        + max(0, getattr(action.pools, role) - getattr(action.before, role))
+        - sum(role in worker.serves for worker in gone)
+        for role in ROLES
+    ))  # fmt: skip
+
+
+def _undo(seen: Seen, demand: Demand, memory: Memory, rules: Rules, now: float) -> Decision:
+    """A change that did not come about in time: what was asked for is taken back, and the plan goes on with what there is."""
+    change = memory.change
+    assert change is not None and seen.wanted is not None
+    action: Action | None = None
+    blocked = memory.blocked
+    if isinstance(change.action, Resize) and change.action.grows:
+        asked, before = change.action.pools, change.action.before
+        grown = [pool for pool in ROLES if getattr(asked, pool) > getattr(before, pool)]
+        there = {pool: min(getattr(asked, pool), max(getattr(before, pool), len(seen.of(pool)))) for pool in grown}
+        if seen.wanted == asked and replace(asked, **there) != asked:  # else somebody else has asked for other sizes since
+            action = Resize(replace(asked, **there), asked)
+        for pool in grown:
+            wait = next((each[2] for each in blocked if each[0] == pool), rules.start_timeout_s)
+            rest = tuple(each for each in blocked if each[0] != pool)
+            blocked = (*rest, (pool, now + wait, min(wait * BACK_OFF, BACK_OFF_MOST_S)))
+    elif isinstance(change.action, Flip):
+        back = change.action.back()
+        flipped = any(worker.name == back.worker and worker.serves != (back.to,) for worker in seen.workers)
+        action = back if flipped and not forbidden(back, seen, rules, now) else None
+    undone = replace(memory, change=change.after("undo"), ended=now, blocked=blocked)
+    after = sizes_after(seen, action) if isinstance(action, Flip) else seen.sizes
+    return Decision(
+        action, f"change {change.number} ({change.action}): {change.why}", seen.sizes, demand, after, memory=undone, undoes=True
+    )

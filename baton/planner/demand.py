@@ -1,0 +1,87 @@
+"""What is asked of the cluster: the routers' counts of each interval, and the load that follows from them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from baton.planner.forecast import Forecast, Forecaster
+
+MEMORY = 0.6  # of the weight of an interval that the one before keeps, in the mean lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """What all routers counted. `number`: consecutive."""
+
+    number: int
+    seconds: float
+    arrived: int = 0
+    firsts: int = 0  # requests that got their first token
+    prompt_tokens: int = 0  # of those
+    uncached_tokens: int = 0  # part of them: was computed
+    completed: int = 0
+    completed_tokens: int = 0  # output of those
+    met: int = 0  # requests that met all objectives
+    missed: Mapping[str, int] = field(default_factory=dict)  # by the stage that took most of the time; error: refused or failed
+
+    @property
+    def judged(self) -> int:
+        return self.met + sum(self.missed.values())
+
+    @property
+    def attainment(self) -> float | None:
+        """None: nothing was judged."""
+        return self.met / self.judged if self.judged else None
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """`rate`: requests per second; the others are tokens of a request, means."""
+
+    rate: float = 0.0
+    prompt: float = 0.0
+    uncached: float = 0.0
+    output: float = 0.0
+
+    def times(self, factor: float) -> "Demand":
+        return Demand(self.rate * factor, self.prompt, self.uncached, self.output)
+
+
+class Load:
+    """Follows the intervals, and says what comes. Refused requests count as well: the cluster is sized for what is asked of it."""
+
+    def __init__(self, ahead: int, period: int = 0) -> None:
+        """In intervals; see `Forecaster`."""
+        self._rate = Forecaster(ahead, period)
+        self._last: int | None = None
+        self._firsts = self._prompt = self._uncached = self._completed = self._output = 0.0
+
+    def add(self, intervals: Iterable[Interval]) -> None:
+        """Intervals that were added before are passed over."""
+        for each in sorted(intervals, key=lambda one: one.number):
+            if self._last is not None and each.number <= self._last:
+                continue
+            self._rate.add(each.arrived / each.seconds, 0 if self._last is None else each.number - self._last - 1)
+            self._last = each.number
+            self._firsts = MEMORY * self._firsts + each.firsts
+            self._prompt = MEMORY * self._prompt + each.prompt_tokens
+            self._uncached = MEMORY * self._uncached + each.uncached_tokens
+            self._completed = MEMORY * self._completed + each.completed
+            self._output = MEMORY * self._output + each.completed_tokens
+
+    @property
+    def forecast(self) -> Forecast:
+        """Of requests per second."""
+        return self._rate.forecast()
+
+    @property
+    def last(self) -> int | None:
+        """The number of the last interval."""
+        return self._last
+
+    @property
+    def demand(self) -> Demand:
+        """That is forecast."""
+        firsts, completed = max(self._firsts, 1e-9), max(self._completed, 1e-9)
+        if self._firsts < 1e-6:
+            return Demand(self.forecast.value)
+        return Demand(self.forecast.value, self._prompt / firsts, self._uncached / firsts, self._output / completed)

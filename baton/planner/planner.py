@@ -1,0 +1,83 @@
+"""What one planner remembers from look to look: load, decisions, and what came of them. It acts on nothing and has no clock."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from baton.planner.capacity import Effect, Model
+from baton.planner.change import Resize, Seen, State
+from baton.planner.decide import Decision, Memory, Rules, begin, decide, learn, note
+from baton.planner.demand import Interval, Load
+
+LATE = 4.0  # times the time between two looks: what is remembered is then too old to act on
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a change: `attainment` in the first interval after it had settled (None: nothing was asked), and what was expected."""
+
+    number: int
+    state: str
+    why: str
+    seconds: float  # that it took
+    attainment: float | None = None
+    expected: float | None = None
+
+
+class Planner:
+    def __init__(self, model: Model, rules: Rules, every_s: float, period_s: float = 0.0) -> None:
+        """`every_s`: of an interval, and between two looks. `period_s`: in which load repeats; 0: it does not."""
+        self.model, self.rules, self._every_s = model, rules, every_s
+        # A worker that is started now serves only later: that is the load to size for.
+        self.load = Load(1 + round(model.start_s / every_s), round(period_s / every_s))
+        self.memory = Memory()
+        self._looked: float | None = None
+        self._expected: Effect | None = None  # of the change that is alive, or whose outcome has not been told
+
+    def look(self, seen: Seen, intervals: Iterable[Interval], now: float) -> Decision:
+        """The caller takes the action of the decision, if it has one, and then says `acted` or `refused`."""
+        fresh = [each for each in intervals if self.load.last is None or each.number > self.load.last]
+        self.load.add(fresh)
+        late_s = 0.0 if self._looked is None else now - self._looked
+        self._looked = now
+        demand, rules = self.load.demand, self.rules
+        if late_s > LATE * self._every_s:
+            # Loads and workers of that time were not seen. An unfinished change stays, so that it is not made twice.
+            self.memory = replace(self.memory, needs=(), missing=0)
+            return Decision(None, f"this planner did not look for {late_s:.0f} s", seen.sizes, demand, seen.sizes, memory=self.memory)
+        for each in fresh:
+            self.memory = learn(self.memory, each, seen, self.model, demand, rules, now)
+        decision = decide(seen, demand, self.model, self.memory, rules, now)
+        self.memory = decision.memory
+        if decision.action is not None and not decision.undoes:
+            self._expected = decision.expected
+            self.memory = begin(self.memory, decision, rules, now)
+        return decision
+
+    def acted(self, now: float) -> None:
+        """What the last decision asked for was written."""
+        if self.memory.change is not None and self.memory.change.state is State.PROPOSED:
+            self.memory = note(self.memory, "act", now)
+
+    def refused(self, now: float, why: str) -> None:
+        """Nothing was changed, or a worker turned out bad."""
+        if self.memory.change is not None and self.memory.change.alive:
+            self.memory = note(self.memory, "refuse", now, why)
+
+    def outcome(self, interval: Interval | None, now: float) -> Outcome | None:
+        """Of a change that is over, once: when a whole interval has passed since. `interval`: the last one."""
+        change = self.memory.change
+        if change is None or change.alive or self._expected is None:
+            return None
+        settled = change.state is State.SETTLED
+        if settled and now - self.memory.ended < 2 * self._every_s:
+            return None
+        expected, self._expected = self._expected, None
+        came = interval.attainment if settled and interval is not None else None
+        took = self.memory.ended - change.began
+        return Outcome(change.number, change.state.value, change.why, took, came, expected.attainment if settled else None)
+
+    @property
+    def growing(self) -> bool:
+        """Whether workers were asked for that are not there yet."""
+        change = self.memory.change
+        return change is not None and change.alive and isinstance(change.action, Resize) and change.action.grows

@@ -1,0 +1,252 @@
+"""What the planner promises, each promise with a mutation of its rule that breaks it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned_world import CHAT, EVERY_S, MODEL, RULES, World, heavy
+
+from baton.cluster.records import Pools
+from baton.planner import decide as deciding
+from baton.planner.capacity import Sizes
+from baton.planner.change import Flip, Resize, State
+from baton.planner.decide import Memory, Rules
+from baton.planner.demand import Demand
+from baton.planner.planner import Planner
+
+SEEDS = range(2)
+FEW = settings(max_examples=12, deadline=None)
+
+
+def planner(rules: Rules = RULES) -> Planner:
+    return Planner(MODEL, rules, EVERY_S)
+
+
+def steps(*parts: Demand, every_s: float = 200.0) -> Callable[[float], Demand]:
+    return lambda now: parts[int(now // every_s) % len(parts)]
+
+
+demands = st.builds(
+    Demand,
+    rate=st.floats(0, 40),
+    prompt=st.floats(100, 3000),
+    uncached=st.floats(50, 3000),
+    output=st.floats(2, 300),
+)
+worlds = st.builds(
+    lambda parts, pools, noise, seed, start_s, drain_s, starts, flips, rules: World(
+        planner(rules), steps(*parts), pools, noise, seed, start_s, drain_s, starts=starts, flips=flips
+    ),
+    st.lists(demands, min_size=1, max_size=4),
+    st.builds(Pools, st.integers(1, 4), st.integers(1, 4)),
+    st.floats(0, 0.5),
+    st.integers(0, 1000),
+    st.floats(1, 80),
+    st.floats(1, 50),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([RULES, replace(RULES, flips=False), replace(RULES, least=Sizes(0, 1)), replace(RULES, cold_s=20.0)]),
+)
+
+
+@FEW
+@given(worlds)
+def test_budget_and_pair_hold_whatever_comes(world: World) -> None:
+    assert not world.run(600).broken
+
+
+def shifting(rules: Rules, seed: int, **more: object) -> World:
+    """Needs all of the budget, in one role and then in the other."""
+    return World(planner(rules), steps(heavy("prefill", 20.0), heavy("decode", 20.0)), Pools(4, 4), 0.1, seed, **more)  # type: ignore[arg-type]
+
+
+def test_the_budget_counts_those_that_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: without flips, one pool shrinks and the other grows; a sum of wanted sizes forgets those that are still there."""
+    rules = replace(RULES, flips=False, cooldown_s=5.0, hold_s=10.0)
+    assert not any(shifting(rules, seed, drain_s=40.0).run(800).broken for seed in SEEDS)
+
+    def mutated(action: object, seen: object, rules: Rules) -> str:
+        return "" if not isinstance(action, Resize) or action.pools.prefill + action.pools.decode <= rules.budget else "no"
+
+    monkeypatch.setattr(deciding, "_over_budget", mutated)
+    monkeypatch.setattr(deciding, "_room", lambda seen, pool, rules: 8)
+    # The change is over, for this mutant, before its workers have gone.
+    monkeypatch.setattr(deciding.Change, "done", lambda change, seen: True)
+    assert any("of 8" in line for seed in SEEDS for line in shifting(rules, seed, drain_s=40.0).run(800).broken)
+
+
+def test_one_routable_pair_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the load needs prefill alone, and the only proven decode worker would be flipped."""
+
+    def world() -> World:
+        return World(planner(replace(RULES, budget=2)), lambda now: replace(heavy("prefill", 12.0), output=1.0), Pools(1, 1))
+
+    assert not world().run(400).broken
+    monkeypatch.setattr(deciding, "_unroutable", lambda *args: "")
+    monkeypatch.setattr(deciding, "_out_of_bounds", lambda *args: "")
+    monkeypatch.setattr(deciding, "_surplus", lambda *args: 1)
+    assert world().run(400).broken
+
+
+def test_a_cold_worker_is_no_pair() -> None:
+    """Negative control: of two decode workers, one has just come."""
+    seen = World(planner(), lambda now: CHAT, Pools(1, 2)).seen()
+    young = replace(seen, workers=tuple(replace(w, since=-1.0) if w.name == "decode-1" else w for w in seen.workers))
+    flip = Flip("decode-0", "prefill", "decode")
+    assert not deciding.forbidden(flip, seen, RULES, 0.0)
+    assert "decode" in deciding.forbidden(flip, young, RULES, 0.0)
+
+
+@FEW
+@given(st.floats(0, 0.1), st.integers(0, 10_000), st.floats(2, 30), st.sampled_from([CHAT, heavy("prefill"), heavy("decode")]))
+def test_noise_swings_nothing(noise: float, seed: int, rate: float, demand: Demand) -> None:
+    world = World(planner(), lambda now: replace(demand, rate=rate), Pools(2, 2), noise, seed).run(900)
+    late = [each for each in world.actions if each[0] > 300]
+    assert not world.reversals(RULES.hold_s)
+    assert len(late) <= 1, late
+
+
+def test_without_hysteresis_noise_swings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+
+    def late() -> int:
+        rates = (14.0, 22.0, 30.0)
+        runs = [World(planner(), lambda now, rate=rate: replace(CHAT, rate=rate), Pools(2, 2), 0.1, 1).run(800) for rate in rates]  # type: ignore[misc]
+        return max(len([at for at, _ in run.actions if at > 300]) for run in runs)
+
+    assert late() <= 1
+    surplus = deciding._surplus
+    monkeypatch.setattr(deciding, "_surplus", lambda memory, role, size, within, now: surplus(
+        replace(memory, needs=tuple(replace(each, shrink=each.grow) for each in memory.needs[-1:])), role, size, 0.0, now))  # fmt: skip
+    monkeypatch.setattr(deciding, "waits", lambda *args: "")
+    assert late() > 3
+
+
+def test_capacity_that_does_not_come_is_given_up() -> None:
+    """The request for it is taken back, and what there is serves on: a flip is still found."""
+    world = World(planner(replace(RULES, flips=False)), lambda now: heavy("decode", 12.0), Pools(2, 2), starts=False).run(70)
+    asked = [action for _, action in world.actions if isinstance(action, Resize)]
+    assert asked[0].grows and asked[1].pools == asked[0].before, "it timed out and was taken back"
+    assert world.alive == 4
+    world.planner.rules = RULES
+    world.run(200)
+    assert any(isinstance(action, Flip) for _, action in world.actions), "the plan goes on with what there is"
+    waits = [at for at, action in world.actions if isinstance(action, Resize) and action.grows]
+    assert not waits[1:] or waits[1] - waits[0] > RULES.start_timeout_s
+
+
+def test_without_a_timeout_pending_capacity_holds_the_plan() -> None:
+    """Negative control."""
+    rules = replace(RULES, start_timeout_s=1e9)
+    world = World(planner(rules), lambda now: heavy("decode", 12.0), Pools(3, 1), starts=False).run(600)
+    growths = [action for _, action in world.actions if isinstance(action, Resize)]
+    assert len(growths) == 1 and world.planner.memory.change is not None and world.planner.memory.change.state is State.ACTING
+
+
+@pytest.mark.parametrize("least", [1, 0])
+def test_an_idle_pool_goes_to_its_floor_and_comes_back(least: int) -> None:
+    rules = replace(RULES, least=Sizes(least, 1))
+    world = World(planner(rules), lambda now: replace(CHAT, rate=0.0) if 400 < now < 1200 else heavy("prefill", 12.0), Pools(2, 2))
+    world.run(400)
+    assert world.sizes[-1].total >= 5
+    world.run(800)
+    assert world.sizes[-1] == Sizes(least, 1)
+    world.run(300)
+    assert world.sizes[-1].total >= 5 and not world.broken
+
+
+def test_a_floor_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the floor."""
+
+    def world() -> World:
+        return World(planner(replace(RULES, least=Sizes(2, 2))), lambda now: replace(CHAT, rate=0.0), Pools(3, 3)).run(600)
+
+    assert world().sizes[-1] == Sizes(2, 2)
+    monkeypatch.setattr(deciding, "_out_of_bounds", lambda *args: "")
+    monkeypatch.setattr(deciding, "needed", lambda *args: Sizes(0, 1))
+    assert world().sizes[-1].total < 4
+
+
+def test_stale_figures_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def world() -> World:
+        idle = replace(CHAT, rate=0.0)
+        return World(planner(), steps(heavy("decode", 14.0), idle, every_s=100.0), Pools(2, 3), stale_from=130.0).run(600)
+
+    held = world()
+    assert not [at for at, _ in held.actions if at > 130 + RULES.stale_s] and "old" in held.decisions[-1].why
+    monkeypatch.setattr(deciding, "hindrance", lambda *args: "")  # negative control: an old load is taken for the present one
+    assert [at for at, _ in world().actions if at > 130 + RULES.stale_s]
+
+
+def test_a_planner_that_was_late_looks_before_it_acts() -> None:
+    world = World(planner(), steps(CHAT, heavy("decode", 14.0), every_s=100.0), Pools(2, 2)).run(95)
+    before = len(world.actions)
+    world.now += 60  # it was stopped, and the load has changed
+    world.step()
+    assert len(world.actions) == before and "did not look" in world.decisions[-1].why
+    world.run(60)
+    assert len(world.actions) > before
+
+
+def test_cold_workers_teach_nothing() -> None:
+    """While workers are cold everybody misses, and the model is not blamed."""
+
+    def pressure(cold_s: float) -> float:
+        rules = replace(RULES, cold_s=cold_s)
+        load = steps(CHAT, replace(CHAT, rate=24.0), every_s=100.0)
+        world = World(planner(rules), load, Pools(2, 2), start_s=30.0, flips=False, cold_s=30.0)
+        return max(world.run(900).planner.memory.pressure)
+
+    assert pressure(cold_s=30.0) == 1.0
+    assert pressure(cold_s=0.0) > 1.0  # negative control: what they do counts from the first moment
+
+
+def test_a_model_that_is_wrong_is_corrected() -> None:
+    """Tokens take twice as long as the profile says: the planner sees misses that it did not foresee, and sizes for more."""
+    right, wrong = (World(planner(), lambda now: CHAT, Pools(1, 1), truth=truth).run(2000) for truth in (1.0, 2.0))
+    assert max(right.planner.memory.pressure) == 1.0 < max(wrong.planner.memory.pressure)
+    assert wrong.effect(CHAT, wrong.sizes[-1]).attainment > RULES.target - 0.1
+    assert wrong.effect(CHAT, right.sizes[-1]).attainment < RULES.target - 0.1
+    assert not wrong.reversals(1000), "what was learned is not forgotten at once"
+
+
+def test_a_phase_that_shifts_flips_a_worker_and_says_why() -> None:
+    world = World(planner(replace(RULES, budget=4)), steps(heavy("prefill", 12.0), heavy("decode", 12.0), every_s=300.0), Pools(2, 2)).run(
+        590
+    )
+    flips = [action for _, action in world.actions if isinstance(action, Flip)]
+    assert [flip.to for flip in flips][-1] == "decode" and world.sizes[-1].decode == 3
+    told = next(each for each in world.decisions if each.action == flips[-1])
+    assert "decode" in told.why and told.now is not None and told.expected is not None
+    assert told.expected.attainment > told.now.attainment and len(told.alternatives) > 1
+
+
+def test_who_died_in_between_is_not_undone() -> None:
+    """A growth that timed out is taken back to what there was, though a worker is just being started again: the launcher would otherwise
+    take one that serves."""
+    world = World(planner(), lambda now: heavy("decode", 14.0), Pools(2, 2), starts=False).run(20)
+    del world._workers["decode-0"]
+    world.run(100)
+    assert min(pools.pools.decode for _, pools in world.actions if isinstance(pools, Resize)) >= 2
+
+
+def test_an_operators_wish_stands() -> None:
+    """Who scales by hand while a growth is under way is not overruled when it times out."""
+    world = World(planner(), lambda now: heavy("decode", 14.0), Pools(2, 2), starts=False).run(20)
+    world.wanted = Pools(3, 3)
+    world.run(50)
+    assert world.wanted == Pools(3, 3)
+
+
+def test_a_stopped_cluster_is_left_alone() -> None:
+    world = World(planner(), lambda now: heavy("decode", 14.0), Pools(2, 2))
+    world.wanted = Pools(2, 2, stop=True)
+    assert not world.run(100).actions and "stopped" in world.decisions[-1].why
+
+
+def test_memory_is_bounded() -> None:
+    world = World(planner(), lambda now: CHAT, noise=0.1).run(2000)
+    assert len(world.planner.memory.needs) <= RULES.hold_s / EVERY_S + 2
+    assert Memory().change is None
