@@ -33,6 +33,11 @@ class Point:
     itl: Counter[int] = field(default_factory=Counter)
     met: int = 0  # requests that completed and met every objective
     tpot: Counter[int] = field(default_factory=Counter)  # of requests that completed
+    arrived: int = 0
+    prompt_tokens: int = 0  # of requests that got their first token
+    uncached_tokens: int = 0  # part of them
+    completed_tokens: int = 0  # output of requests that completed
+    missed: Counter[str] = field(default_factory=Counter)  # requests by the stage to blame; error: refused or failed
 
 
 class Curves:
@@ -40,16 +45,28 @@ class Curves:
         self._points: deque[Point] = deque(maxlen=KEPT + 1)  # consecutive numbers; the last one is still growing
         self._samples = 0  # of the last one
 
-    def end(self, now: float, outcome: str, met: bool = False, tpot_s: float | None = None) -> None:
-        """`met`: it completed and met every objective. `tpot_s`: None for one that did not complete, or has a single token."""
+    def arrive(self, now: float) -> None:
+        self._at(now).arrived += 1
+
+    def end(
+        self, now: float, outcome: str, met: bool = False, tpot_s: float | None = None, tokens: int = 0, missed: str | None = None
+    ) -> None:
+        """`met`: it completed and met every objective. `tpot_s`: None for one that did not complete, or has a single token. `tokens`: of
+        its output, if it completed. `missed`: the stage to blame for a missed objective."""
         point = self._at(now)
         point.outcomes[outcome] += 1
         point.met += met
+        point.completed_tokens += tokens
+        if missed is not None:
+            point.missed[missed] += 1
         if tpot_s is not None:
             point.tpot[bisect_left(BOUNDS, tpot_s)] += 1
 
-    def first(self, now: float, ttft_s: float) -> None:
-        self._at(now).ttft[bisect_left(BOUNDS, ttft_s)] += 1
+    def first(self, now: float, ttft_s: float, prompt_tokens: int = 0, uncached_tokens: int = 0) -> None:
+        point = self._at(now)
+        point.ttft[bisect_left(BOUNDS, ttft_s)] += 1
+        point.prompt_tokens += prompt_tokens
+        point.uncached_tokens += uncached_tokens
 
     def tokens(self, now: float, count: int, gaps: Sequence[float]) -> None:
         """`gaps`: seconds before those of the tokens that are not the first of their output."""
@@ -98,6 +115,11 @@ def merge(points: Iterable[Point]) -> list[Point]:
         total.itl.update(point.itl)
         total.met += point.met
         total.tpot.update(point.tpot)
+        total.arrived += point.arrived
+        total.prompt_tokens += point.prompt_tokens
+        total.uncached_tokens += point.uncached_tokens
+        total.completed_tokens += point.completed_tokens
+        total.missed.update(point.missed)
     return [together[number] for number in sorted(together)]
 
 

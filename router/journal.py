@@ -215,7 +215,9 @@ class Journal:
     ) -> Entry:
         """`operation`: a name from OpenTelemetry's GenAI conventions. `clock`: None: that of the running loop."""
         trace = Trace(Stopwatch(clock or clock_of_loop()), self._tracer.begin(f"{operation} {self._model}", traceparent, tracestate))
-        return Entry(self, trace, operation, request_id[:MAX_REQUEST_ID], self._wall_clock(), tenant)
+        now = self._wall_clock()
+        self.curves.arrive(now)
+        return Entry(self, trace, operation, request_id[:MAX_REQUEST_ID], now, tenant)
 
     @contextmanager
     def shared(self, entry: Entry, traceparent: str, tracestate: str, others: Sequence[Request]) -> Iterator[list[Entry]]:
@@ -237,7 +239,8 @@ class Journal:
             return
         if trace.first_at and not drawn.first:
             drawn.first = True
-            self.curves.first(now, ttft(trace.watch.start, trace.first_at))
+            prompt = request.prompt_len if request.choice == 0 else 0  # the other choices have the same
+            self.curves.first(now, ttft(trace.watch.start, trace.first_at), prompt, max(0, prompt - trace.cached_tokens))
         gaps = trace.gaps[drawn.gaps :]
         self.curves.tokens(now, max(0, request.made - drawn.tokens), gaps)
         self._itl.observe_all(gaps)
@@ -313,7 +316,8 @@ class Journal:
         missed = self._judge(outcome, times)
         self.follow(entry)
         completed = outcome == "ok"
-        self.curves.end(self._wall_clock(), outcome, completed and missed is None, times.tpot_s if completed else None)
+        tpot_s, tokens = (times.tpot_s, request.output_len) if completed and request else (None, 0)
+        self.curves.end(self._wall_clock(), outcome, completed and missed is None, tpot_s, tokens, missed)
         self._count(entry, outcome, reason, times)
         self._goodput += outcome == "ok" and missed is None
         self._demand += outcome == "ok" or reason in LATE

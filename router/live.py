@@ -286,7 +286,7 @@ def to_message(point: Point) -> worker_pb2.CurvePoint:
 
 def _to_point(message: worker_pb2.CurvePoint) -> Point:
     values = plain(message)
-    return Point(**{**values, **{name: Counter(values[name]) for name in ("outcomes", "ttft", "itl", "tpot")}})
+    return Point(**{**values, **{name: Counter(values[name]) for name in ("outcomes", "ttft", "itl", "tpot", "missed")}})
 
 
 def _on_its_way(entry: Entry, now: float) -> dict[str, Any]:

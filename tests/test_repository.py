@@ -69,7 +69,7 @@ ARROWS = {
     "baton.launch": {"baton.clock", "baton.cluster", "baton.engine.options", "baton.moves", "baton.v1"},
     "baton.models": {"baton.engine.build", "baton.engine.core", "baton.engine.facts", "baton.engine.model", "baton.engine.options"},
     "baton.plan": {"baton.engine.facts.fields", "baton.profile"},
-    "baton.planner": {"baton.clock", "baton.cluster", "baton.moves", "baton.profile", "baton.v1"},
+    "baton.planner": {"baton.clock", "baton.cluster", "baton.moves", "baton.profile", "baton.simulate", "baton.v1", "router.curves"},
     "baton.predict": {
         "baton.client",
         "baton.cluster",
@@ -438,6 +438,7 @@ OTHER_CLOCKS = {
 WALL_CLOCKS = {
     "baton/cluster/membership.py",
     "baton/cluster/otel.py",
+    "baton/planner/process.py",
     *(f"router/http/{name}.py" for name in ("app", "connection", "openai_out", "responses_out")),
     *(f"router/{name}.py" for name in ("journal", "kept", "rates", "service")),
     "baton/worker/kv_events.py",

@@ -48,6 +48,7 @@ from baton.cli.options import (
     numbers,
 )
 from baton.cli.origins import origins
+from baton.cli.planner import register as register_planner
 from baton.cli.predict import register
 from baton.cli.record import record, replay_run
 from baton.client import Client, Stream
@@ -64,6 +65,7 @@ config_app = typer.Typer(no_args_is_help=True, help="Show the configuration: the
 app.add_typer(config_app, name="config")
 app.add_typer(loadtest_app, name="loadtest")
 register(app)
+register_planner(app)
 for command in (record, replay_run):
     app.command()(command)
 PIPE_WIDTH = 180  # columns of a table that does not go to a terminal

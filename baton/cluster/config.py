@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from baton.cluster import redis_url
 from baton.cluster.config_engine import KvConfig, TiersConfig
+from baton.cluster.config_planner import PlannerConfig
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.placement import Placement
 from baton.engine.options import EngineOptions, ModelOptions
@@ -288,6 +289,7 @@ class Config(Section):
     launcher: LauncherConfig = Field(default=LauncherConfig(), description="What starts and restarts the processes.")
     security: SecurityConfig = Field(default=SecurityConfig(), description="TLS of every channel, and API keys.")
     slo: SloConfig = Field(default=SloConfig(), description="Latency objectives of a request.")
+    planner: PlannerConfig = Field(default=PlannerConfig(), description="What sizes the pools and flips roles.")
     telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Logs, metrics, traces.")
     recorder: RecorderConfig = Field(default=RecorderConfig(), description="The flight recorder.")
 

@@ -7,6 +7,8 @@
     baton:{NAME}:start:W, start-fence:W, starts           the same for workers that are starting
     baton:{NAME}:events      stream of block events, about `stream_maxlen` long
     baton:{NAME}:pools       JSON of the wanted pool sizes
+    baton:{NAME}:planner     "TERM WHO" of the planner that leads, expires; planner-term: the number of the last term
+    baton:{NAME}:plans       list of what planners decided, bounded
 
 The braces are literal: they make a sharded Redis keep all keys of one of our clusters in one slot, so that one script may touch them
 together. The scripts cope with any value under a key: a writer overwrites a value of the wrong type, a reader counts it as garbage.
@@ -80,6 +82,54 @@ for i = 2, #ARGV, 6 do
   redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*',
     'w', ARGV[i], 'i', ARGV[i + 1], 's', ARGV[i + 2], 'k', ARGV[i + 3], 'b', ARGV[i + 4], 'm', ARGV[i + 5])
 end
+"""
+
+# KEYS planner, planner-term. ARGV who, lease ms, own term. Returns the term, 0 if another leads.
+_LEAD = """
+local held = redis.pcall('GET', KEYS[1])
+if type(held) == 'string' and string.match(held, '^%d+ .') then
+  if held ~= ARGV[3] .. ' ' .. ARGV[1] then return 0 end
+  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+  return tonumber(ARGV[3])
+end
+local term = redis.pcall('INCR', KEYS[2])
+if type(term) ~= 'number' then
+  redis.call('DEL', KEYS[2])
+  term = redis.call('INCR', KEYS[2])
+end
+redis.call('SET', KEYS[1], term .. ' ' .. ARGV[1], 'PX', ARGV[2])
+return term
+"""
+
+# KEYS planner. ARGV "TERM WHO".
+_RESIGN = """
+if redis.pcall('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
+"""
+
+# KEYS planner, pools. ARGV "TERM WHO", prefill, decode that must be wanted now, JSON. Returns 1 if it was written.
+_PLAN = """
+if redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+local data = redis.pcall('GET', KEYS[2])
+if type(data) ~= 'string' then return 0 end
+local read, now = pcall(cjson.decode, data)
+if not read or type(now) ~= 'table' or now.stop == true then return 0 end
+if tostring(now.prefill) ~= ARGV[2] or tostring(now.decode) ~= ARGV[3] then return 0 end
+redis.call('SET', KEYS[2], ARGV[4])
+return 1
+"""
+
+# KEYS plans. ARGV note, how many are kept.
+_NOTE = """
+local kind = redis.call('TYPE', KEYS[1]).ok
+if kind ~= 'list' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
+redis.call('RPUSH', KEYS[1], ARGV[1])
+redis.call('LTRIM', KEYS[1], -tonumber(ARGV[2]), -1)
+"""
+
+# KEYS plans. ARGV how many.
+_NOTED = """
+local found = redis.pcall('LRANGE', KEYS[1], -tonumber(ARGV[1]), -1)
+return found.err and {} or found
 """
 
 
@@ -157,6 +207,25 @@ class RedisRegistry:
         except ValueError:
             self.garbage += 1
             return None
+
+    async def lead(self, who: str, ttl_s: float, term: int = 0) -> int:
+        keys = (self._key("planner"), self._key("planner-term"))
+        return int(await self._commands.script(_LEAD, keys, (who, round(ttl_s * 1000), term)))
+
+    async def resign(self, who: str, term: int) -> None:
+        await self._commands.script(_RESIGN, (self._key("planner"),), (f"{term} {who}",))
+
+    async def plan(self, who: str, term: int, before: Pools, wanted: Pools) -> bool:
+        if before.stop:
+            return False
+        keys = (self._key("planner"), self._key("pools"))
+        return bool(await self._commands.script(_PLAN, keys, (f"{term} {who}", before.prefill, before.decode, wanted.to_json())))
+
+    async def note_plan(self, note: bytes, keep: int) -> None:
+        await self._commands.script(_NOTE, (self._key("plans"),), (note, keep))
+
+    async def noted_plans(self, last: int) -> list[bytes]:
+        return list(await self._commands.script(_NOTED, (self._key("plans"),), (last,)))
 
     async def ping(self) -> None:
         await self._commands.call("PING")

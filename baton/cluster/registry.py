@@ -68,6 +68,22 @@ class Registry(Protocol):
     async def desired(self) -> Pools | None:
         """The wanted pool sizes; None if none were stored."""
 
+    async def lead(self, who: str, ttl_s: float, term: int = 0) -> int:
+        """Take, or with the number of one's own term keep, the planner's lease for so long. Returns the number of the term, which grows
+        with each new one; 0 while another leads. `who` must be a name that no other process ever has."""
+
+    async def resign(self, who: str, term: int) -> None:
+        """End one's own term; no other is touched."""
+
+    async def plan(self, who: str, term: int, before: Pools, wanted: Pools) -> bool:
+        """`desire(wanted)`, but only if this term leads and `before` is still what is wanted, at one moment. Returns whether it was."""
+
+    async def note_plan(self, note: bytes, keep: int) -> None:
+        """Append what a planner decided; the last `keep` are kept."""
+
+    async def noted_plans(self, last: int) -> list[bytes]:
+        """The last notes, oldest first."""
+
     async def ping(self) -> None:
         """Return when the registry answers."""
 

@@ -145,6 +145,9 @@ def templates(config: Config, ports: Ports, label: str = "") -> list[tuple[Templ
             config.router.replicas,
         )
     ]
+    if config.planner.enabled:
+        # It ends with the routers, before the workers: nothing is to be planned for a cluster that stops.
+        made.append((Template("planner", command("baton.planner"), env, cpus=0.0, leads=True), 1))
     if label:
         made.clear()
     for role in ROLES:

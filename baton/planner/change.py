@@ -47,10 +47,11 @@ OVER = (State.SETTLED, State.UNDONE)
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """`since`: when this planner first saw this process serve these roles. `pool`: the role that it was started in."""
+    """`since`: when this planner first saw this process serve these roles. `pool`: the role that it was started in; empty: it is in none of
+    the pools that are sized here."""
 
     name: str
-    pool: RoleName
+    pool: str
     serves: tuple[RoleName, ...]
     since: float
     draining: bool = False
@@ -125,6 +126,11 @@ class Flip:
 
 
 Action = Resize | Flip
+
+
+def sized(pools: Pools, sizes: Mapping[str, int]) -> Pools:
+    """With these sizes of some pools."""
+    return replace(pools, prefill=sizes.get("prefill", pools.prefill), decode=sizes.get("decode", pools.decode))
 
 
 @dataclass(frozen=True, slots=True)

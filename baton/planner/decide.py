@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.cluster.records import ROLES, RoleName
 from baton.planner.capacity import Effect, Model, Sizes
-from baton.planner.change import Action, Change, Flip, Resize, Seen, State, Worker
+from baton.planner.change import Action, Change, Flip, Resize, Seen, State, Worker, sized
 from baton.planner.demand import Demand, Interval
 
 PREFILL_STAGES = frozenset({"queue", "prefill", "prefill_wait", "prefill_compute"})
@@ -24,6 +24,7 @@ FORGET_S = 3600.0  # after which half of a pressure is gone; twice as long each 
 MISSING = 3  # intervals with too many misses in a row, before the model is thought to be wrong
 GAIN = 0.05  # of the attainment, at least, that a flip within a spent budget must bring
 BACK_OFF, BACK_OFF_MOST_S = 2.0, 3600.0
+NEVER = -1e8  # `Seen.at` before the first figures
 OTHER: dict[RoleName, RoleName] = {"prefill": "decode", "decode": "prefill"}
 
 
@@ -119,7 +120,7 @@ def hindrance(seen: Seen, rules: Rules, now: float) -> str:
     if seen.wanted.stop:
         return "the cluster is being stopped"
     if now - seen.at > rules.stale_s:
-        return f"the newest figures are {now - seen.at:.0f} s old"
+        return f"the newest figures are {now - seen.at:.0f} s old" if seen.at > NEVER else "no figures have come yet"
     if not seen.workers:
         return "no worker is known"
     return ""
@@ -241,7 +242,8 @@ def _surplus(memory: Memory, role: RoleName, size: int, within_s: float, now: fl
     needs = [each for each in memory.needs if now - each.at <= within_s]
     if not needs or now - memory.needs[0].at < within_s:
         return 0
-    return max(0, size - max(getattr(each.shrink, role) for each in needs))
+    most: int = max(getattr(each.shrink, role) for each in needs)
+    return max(0, size - most)
 
 
 def _choose(seen: Seen, demand: Demand, effect: Effect, model: Model, memory: Memory, rules: Rules, now: float) -> Decision:
@@ -283,7 +285,7 @@ def _candidates(
             found.append((why, flip))
         if not _blocked(memory, role, now):
             count = min(short[role], max(1, _room(seen, role, rules)))
-            found.append((why, Resize(replace(seen.wanted, **{role: getattr(seen.wanted, role) + count}), seen.wanted)))
+            found.append((why, Resize(sized(seen.wanted, {role: getattr(seen.wanted, role) + count}), seen.wanted)))
         if flip is not None and _better(seen, flip, demand, model):
             found.append((f"{why}, which costs {OTHER[role]} less than it brings", flip))
     if not found:
@@ -306,7 +308,7 @@ def _room(seen: Seen, pool: RoleName, rules: Rules) -> int:
     assert seen.wanted is not None
     spent = sum(count * cost for count, cost in zip(seen.most(seen.wanted).values(), rules.costs, strict=True))
     cost = rules.costs[ROLES.index(pool)]
-    return int((rules.budget - spent + 1e-9) // cost) if cost > 0 else seen.sizes.total + 1
+    return int((rules.budget - spent + 1e-9) / cost) if cost > 0 else seen.sizes.total + 1
 
 
 def _flip(seen: Seen, to: RoleName, rules: Rules, now: float) -> Flip | None:
@@ -333,7 +335,7 @@ def _shrinks(seen: Seen, role: RoleName, spare: int, rules: Rules, now: float) -
         while count < min(spare, len(workers)) and workers[-1 - count].serves == (role,):
             count += 1
         for fewer in range(count, 0, -1):
-            found.append(Resize(replace(seen.wanted, **{pool: len(workers) - fewer}), seen.wanted))
+            found.append(Resize(sized(seen.wanted, {pool: len(workers) - fewer}), seen.wanted))
     if not found and (flip := _flip(seen, OTHER[role], rules, now)) is not None:
         found.append(flip)
     return found
@@ -422,9 +424,9 @@ def _undo(seen: Seen, demand: Demand, memory: Memory, rules: Rules, now: float) 
     if isinstance(change.action, Resize) and change.action.grows:
         asked, before = change.action.pools, change.action.before
         grown = [pool for pool in ROLES if getattr(asked, pool) > getattr(before, pool)]
-        there = {pool: min(getattr(asked, pool), max(getattr(before, pool), len(seen.of(pool)))) for pool in grown}
-        if seen.wanted == asked and replace(asked, **there) != asked:  # else somebody else has asked for other sizes since
-            action = Resize(replace(asked, **there), asked)
+        there: dict[str, int] = {pool: min(getattr(asked, pool), max(getattr(before, pool), len(seen.of(pool)))) for pool in grown}
+        if seen.wanted == asked and sized(asked, there) != asked:  # else somebody else has asked for other sizes since
+            action = Resize(sized(asked, there), asked)
         for pool in grown:
             wait = next((each[2] for each in blocked if each[0] == pool), rules.start_timeout_s)
             rest = tuple(each for each in blocked if each[0] != pool)

@@ -1,10 +1,12 @@
 """What is asked of the cluster: the routers' counts of each interval, and the load that follows from them."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from baton.planner.forecast import Forecast, Forecaster
 
+COUNTS = ("arrived", "firsts", "prompt_tokens", "uncached_tokens", "completed", "completed_tokens", "met")
 MEMORY = 0.6  # of the weight of an interval that the one before keeps, in the mean lengths
 
 
@@ -44,6 +46,22 @@ class Demand:
 
     def times(self, factor: float) -> "Demand":
         return Demand(self.rate * factor, self.prompt, self.uncached, self.output)
+
+
+def together(counts: Iterable[Interval], seconds: float) -> list[Interval]:
+    """Puts the routers' shorter intervals together. Those that are not complete, at either end, are left out."""
+    groups: dict[int, list[Interval]] = {}
+    for each in counts:
+        groups.setdefault(int(each.number * each.seconds // seconds), []).append(each)
+    return [_sum(number, seconds, found) for number, found in sorted(groups.items()) if len(found) * found[0].seconds >= seconds - 1e-6]
+
+
+def _sum(number: int, seconds: float, found: list[Interval]) -> Interval:
+    missed: Counter[str] = Counter()
+    for each in found:
+        missed.update(each.missed)
+    counts = {name: sum(getattr(each, name) for each in found) for name in COUNTS}
+    return Interval(number, seconds, **counts, missed=missed)
 
 
 class Load:

@@ -143,8 +143,9 @@ class SimulatedCluster:
 
     async def beat(self) -> None:
         """Every worker writes its record into the registry, as it does every `redis.heartbeat_s`."""
-        for record in self.records:
-            await self.registry.join(replace(record, load=await self.fleet.workers[record.name].load()))
+        for worker in list(self.fleet.workers.values()):
+            load = worker.load_now() if self._light else await worker.load()
+            await self.registry.join(replace(worker.record, load=load))
 
     async def _beat(self, every_s: float) -> None:
         while True:

@@ -30,6 +30,9 @@ class MemoryRegistry:
         self._last_id = 0
         self._published = asyncio.Event()
         self._pools: bytes | None = None
+        self._leader = "", 0.0  # "TERM WHO", when its lease ends
+        self._term = 0
+        self._plans: list[bytes] = []
 
     async def join(self, record: Record) -> None:
         self._reach()
@@ -112,6 +115,36 @@ class MemoryRegistry:
             self.garbage += 1
             return None
 
+    async def lead(self, who: str, ttl_s: float, term: int = 0) -> int:
+        self._reach()
+        if self._leads(f"{term} {who}"):
+            self._leader = self._leader[0], self._now() + ttl_s
+            return term
+        if self._leader[0] and self._leader[1] > self._now():
+            return 0
+        self._term += 1
+        self._leader = f"{self._term} {who}", self._now() + ttl_s
+        return self._term
+
+    async def resign(self, who: str, term: int) -> None:
+        self._reach()
+        if self._leads(f"{term} {who}"):
+            self._leader = "", 0.0
+
+    async def plan(self, who: str, term: int, before: Pools, wanted: Pools) -> bool:
+        if not self._leads(f"{term} {who}") or before.stop or await self.desired() != before:
+            return False
+        await self.desire(wanted)
+        return True
+
+    async def note_plan(self, note: bytes, keep: int) -> None:
+        self._reach()
+        self._plans = [*self._plans, note][-keep:]
+
+    async def noted_plans(self, last: int) -> list[bytes]:
+        self._reach()
+        return self._plans[-last:]
+
     async def ping(self) -> None:
         self._reach()
 
@@ -121,6 +154,9 @@ class MemoryRegistry:
     def _reach(self) -> None:
         if not self.available:
             raise RegistryUnavailable("down", "switched off")
+
+    def _leads(self, leader: str) -> bool:
+        return self._leader[0] == leader and self._leader[1] > self._now()
 
     def _newest(self, key: tuple[Kind, str]) -> int | None:
         incarnation, forgotten = self._fences.get(key, (None, 0.0))

@@ -2,8 +2,10 @@
 worker would be most of the simulation: members once, block events as they come, and the load of the workers that have done something."""
 
 import asyncio
+from dataclasses import replace
 
 from baton.clock import loop_time
+from baton.cluster.records import WorkerRecord
 from baton.cluster.registry import Registry
 from baton.simulate.workers import Fleet
 from router.view import ClusterView
@@ -15,10 +17,11 @@ EVENTS_WAIT_S = 1.0
 class Onlooker:
     def __init__(self, view: ClusterView, registry: Registry, fleet: Fleet) -> None:
         self._view, self._registry, self._fleet = view, registry, fleet
+        self._seen: list[WorkerRecord] = []
         self._laps = dict.fromkeys(fleet.workers, 0)  # steps and commands of each worker when it was looked at
 
     async def run(self) -> None:
-        self._view.update([worker.record for worker in self._fleet.workers.values()], loop_time())
+        self._update()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._run_events())
             group.create_task(self._run_loads())
@@ -35,8 +38,16 @@ class Onlooker:
         while True:
             epoch = members.next_epoch()  # as in `router.probes`: an answer reports work that began a round earlier
             await asyncio.sleep(LOOK_EVERY_S)
+            if [worker.record for worker in self._fleet.workers.values()] != self._seen:
+                self._update()
             for name, worker in self._fleet.workers.items():
-                laps = worker.engine.activity()[0]
-                if laps != self._laps[name]:
+                laps, record = worker.engine.activity()[0], worker.record
+                if laps != self._laps.get(name, 0):
                     self._laps[name] = laps
-                    members.note_answer(name, worker.record.incarnation, "ready", worker.load_now(), epoch, (worker.record.role,))
+                    members.note_answer(name, record.incarnation, record.state, worker.load_now(), epoch, record.roles)
+
+    def _update(self) -> None:
+        self._seen = [worker.record for worker in self._fleet.workers.values()]
+        self._view.update([replace(worker.record, load=worker.load_now()) for worker in self._fleet.workers.values()], loop_time())
+        for record in self._seen:
+            self._view.members.note_roles(record.name, record.incarnation, record.roles)

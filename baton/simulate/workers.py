@@ -117,9 +117,25 @@ class Fleet:
         """`cores`: shared by all; None: each process has its own. `stride`: see `ModelledEngine`."""
         self.times = times
         self.cores = cores or Own()
-        self.workers = {record.name: ModelledWorker(record, times, registry, limits, self.cores, stride) for record in records}
+        self._registry, self._limits, self._stride = registry, limits, stride
+        self.workers: dict[str, ModelledWorker] = {}
+        for record in records:
+            self.add(record)
         self.numbers = count(1)
         self.leases: dict[bytes, tuple[str, str]] = {}  # handle → holder and its sequence
+
+    def add(self, record: WorkerRecord) -> None:
+        """A worker that starts to serve now."""
+        self.workers[record.name] = ModelledWorker(record, self.times, self._registry, self._limits, self.cores, self._stride)
+
+    async def remove(self, name: str) -> None:
+        """It must be `idle`, and no router may choose it any more."""
+        await self.workers.pop(name).close()
+
+    def idle(self, name: str) -> bool:
+        """Whether a worker has no sequence, and no lease that somebody will read."""
+        facts = self.workers[name].engine.facts()
+        return not facts.running and not facts.waiting and all(holder != name for holder, _ in self.leases.values())
 
     async def close(self) -> None:
         for worker in self.workers.values():
@@ -236,7 +252,8 @@ class ModelledWorkers:
     async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
         await asyncio.sleep(2 * self._times.travel_s)
         here = self._workers[worker.name]
-        return Answer("ready", await here.load(), (worker.role,), 0.0, here.prompts.besides(self._asker))
+        told = here.record
+        return Answer(told.state, await here.load(), told.roles, 0.0, here.prompts.besides(self._asker))
 
     async def snapshot(self, worker: WorkerRecord) -> AsyncGenerator[CachePage, None]:
         sequence, held = await self._workers[worker.name].engine.snapshot()
@@ -263,7 +280,8 @@ class ModelledWorkers:
     def _end(self, handle: bytes) -> None:
         if lease := self._leases.pop(handle, None):
             holder, seq_id = lease
-            self._workers[holder].engine.forget(seq_id)
+            if holder in self._workers:
+                self._workers[holder].engine.forget(seq_id)
 
 
 @asynccontextmanager

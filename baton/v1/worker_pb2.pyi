@@ -1182,7 +1182,7 @@ class CurvesResponse(_message.Message):
     def __init__(self, points: _Optional[_Iterable[_Union[CurvePoint, _Mapping]]] = ...) -> None: ...
 
 class CurvePoint(_message.Message):
-    __slots__ = ("number", "running", "queued", "kv", "output_tokens", "outcomes", "ttft", "itl", "met", "tpot")
+    __slots__ = ("number", "running", "queued", "kv", "output_tokens", "outcomes", "ttft", "itl", "met", "tpot", "arrived", "prompt_tokens", "uncached_tokens", "completed_tokens", "missed")
     class OutcomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1211,6 +1211,13 @@ class CurvePoint(_message.Message):
         key: int
         value: int
         def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class MissedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -1221,6 +1228,11 @@ class CurvePoint(_message.Message):
     ITL_FIELD_NUMBER: _ClassVar[int]
     MET_FIELD_NUMBER: _ClassVar[int]
     TPOT_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
     number: int
     running: float
     queued: float
@@ -1231,7 +1243,12 @@ class CurvePoint(_message.Message):
     itl: _containers.ScalarMap[int, int]
     met: int
     tpot: _containers.ScalarMap[int, int]
-    def __init__(self, number: _Optional[int] = ..., running: _Optional[float] = ..., queued: _Optional[float] = ..., kv: _Optional[float] = ..., output_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., ttft: _Optional[_Mapping[int, int]] = ..., itl: _Optional[_Mapping[int, int]] = ..., met: _Optional[int] = ..., tpot: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    arrived: int
+    prompt_tokens: int
+    uncached_tokens: int
+    completed_tokens: int
+    missed: _containers.ScalarMap[str, int]
+    def __init__(self, number: _Optional[int] = ..., running: _Optional[float] = ..., queued: _Optional[float] = ..., kv: _Optional[float] = ..., output_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., ttft: _Optional[_Mapping[int, int]] = ..., itl: _Optional[_Mapping[int, int]] = ..., met: _Optional[int] = ..., tpot: _Optional[_Mapping[int, int]] = ..., arrived: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., completed_tokens: _Optional[int] = ..., missed: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class TraceRecord(_message.Message):
     __slots__ = ("request_id", "at", "outcome", "reason", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "laps", "failures", "bypasses", "handoff", "read", "verify", "trace_id", "slo_missed", "ttft", "tpot", "e2e", "prefill_wait", "prefill_compute", "stages", "fetched_tokens", "connect", "tenant", "put_aside", "retry_refused", "drafted_tokens", "accepted_tokens", "guesses", "choice", "choices", "cache")

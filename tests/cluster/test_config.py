@@ -21,6 +21,7 @@ LEGAL = {
     "router.degrade": "[speculation, max_tokens=100]",
     "prefill.placement": "pack",
     "decode.placement": "strict-spread",
+    "planner.interval_s": "20",
     "router.port": "9000",
     "router.admin_port": "9001",
     "cluster.name": "other",

@@ -217,6 +217,47 @@ async def test_leave_removes_only_its_own_incarnation(world: World) -> None:
     assert len(await world.registry.members()) == 2
 
 
+async def test_one_planner_leads_at_a_time(world: World) -> None:
+    first = await world.registry.lead("a", 10.0)
+    assert first > 0 and await world.other.lead("b", 10.0) == 0
+    await world.advance(9.0)
+    assert await world.registry.lead("a", 10.0, first) == first, "it keeps its term"
+    await world.advance(9.0)
+    assert await world.other.lead("b", 10.0) == 0
+    await world.advance(2.0)
+    second = await world.other.lead("b", 10.0)
+    assert second > first and await world.registry.lead("a", 10.0, first) == 0
+    await world.registry.resign("a", first)  # not its term any more
+    assert await world.registry.lead("a", 10.0) == 0
+    await world.other.resign("b", second)
+    assert await world.registry.lead("a", 10.0) > second
+
+
+async def test_only_who_leads_plans_and_only_from_what_is_wanted(world: World) -> None:
+    await world.registry.desire(Pools(1, 1))
+    term = await world.registry.lead("a", 10.0)
+    assert await world.registry.plan("a", term, Pools(1, 1), Pools(2, 1)) and await world.other.desired() == Pools(2, 1)
+    assert not await world.registry.plan("a", term, Pools(1, 1), Pools(3, 1)), "somebody has asked for other sizes"
+    assert not await world.other.plan("b", term, Pools(2, 1), Pools(3, 1)), "another process"
+    assert not await world.registry.plan("a", term + 1, Pools(2, 1), Pools(3, 1))
+    await world.registry.desire(Pools(2, 1, stop=True))
+    assert not await world.registry.plan("a", term, Pools(2, 1), Pools(3, 1)), "the end of a cluster is not taken back"
+    await world.registry.desire(Pools(2, 1))
+    await world.advance(11.0)
+    assert not await world.registry.plan("a", term, Pools(2, 1), Pools(3, 1)), "its lease is over, though nobody else leads"
+    assert await world.other.desired() == Pools(2, 1)
+    world.spoil_pools(b"{")
+    term = await world.registry.lead("a", 10.0)
+    assert not await world.registry.plan("a", term, Pools(2, 1), Pools(3, 1))
+
+
+async def test_the_last_plans_are_kept(world: World) -> None:
+    assert await world.registry.noted_plans(5) == []
+    for number in range(6):
+        await world.registry.note_plan(b"%d" % number, 4)
+    assert await world.other.noted_plans(2) == [b"4", b"5"] and len(await world.other.noted_plans(9)) == 4
+
+
 def router(name: str = "router-0", incarnation: int = 7, **changes: Any) -> RouterRecord:
     return dataclasses.replace(RouterRecord(name, incarnation, 1, "laptop", {"grpc": "127.0.0.1:8470"}, "smöl"), **changes)
 

@@ -11,7 +11,7 @@ from planned_world import CHAT, EVERY_S, MODEL, RULES, World, heavy
 from baton.cluster.records import Pools
 from baton.planner import decide as deciding
 from baton.planner.capacity import Sizes
-from baton.planner.change import Flip, Resize, State
+from baton.planner.change import Change, Flip, Resize, State
 from baton.planner.decide import Memory, Rules
 from baton.planner.demand import Demand
 from baton.planner.planner import Planner
@@ -73,7 +73,7 @@ def test_the_budget_counts_those_that_drain(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(deciding, "_over_budget", mutated)
     monkeypatch.setattr(deciding, "_room", lambda seen, pool, rules: 8)
     # The change is over, for this mutant, before its workers have gone.
-    monkeypatch.setattr(deciding.Change, "done", lambda change, seen: True)
+    monkeypatch.setattr(Change, "done", lambda change, seen: True)
     assert any("of 8" in line for seed in SEEDS for line in shifting(rules, seed, drain_s=40.0).run(800).broken)
 
 

@@ -17,7 +17,7 @@ def day(interval: int, period: int) -> float:
 def errors(load: list[float], period: int, ahead: int = 6) -> tuple[float, float]:
     """Mean error of the forecast, and of "last value", over the second half."""
     forecaster = Forecaster(ahead, period)
-    said, off, off_last = [], [], []
+    said, off, off_last = list[float](), list[float](), list[float]()
     for number, value in enumerate(load):
         if number >= ahead and number > len(load) // 2:
             off.append(abs(said[number - ahead] - value))

@@ -89,3 +89,24 @@ def test_a_percentile_is_exact_to_the_width_of_a_bucket() -> None:
     assert quantile(Counter(), 0.5) is None
     assert quantile(Counter({len(BOUNDS): 1}), 0.5) == BOUNDS[-1], "beyond the last bound"
     assert 0 < (quantile(Counter({0: 1}), 0.5) or 0) <= BOUNDS[0]
+
+
+def test_what_a_planner_asks_for_is_counted_and_merged() -> None:
+    """Requests that came, tokens of prompts, what of them was computed, output of those that completed, and whom to blame for the rest."""
+    one, two = Curves(), Curves()
+    for curves in (one, two):
+        curves.arrive(0.0)
+        curves.arrive(1.0)
+        curves.first(2.0, 0.1, prompt_tokens=100, uncached_tokens=60)
+        curves.end(3.0, "ok", met=True, tpot_s=0.01, tokens=7)
+        curves.end(4.0, "refused", missed="error")
+    for curves, times in ((one, 1), (two, 2)):
+        told = curves.since(0, 6.0) if times == 1 else merge([*one.since(0, 6.0), *two.since(0, 6.0)])
+        point = told[0]
+        assert (point.arrived, point.prompt_tokens, point.uncached_tokens, point.completed_tokens) == (
+            2 * times,
+            100 * times,
+            60 * times,
+            7 * times,
+        )
+        assert point.missed == {"error": times} and point.met == times

@@ -84,7 +84,7 @@ class World:
             self.broken.append(f"{self.now}: {self.sizes[-1]} serves")
 
     def seen(self) -> Seen:
-        starting = {role: sum(what == "start" and worker.pool == role for _, what, worker in self._due) for role in ROLES}
+        starting: dict[str, int] = {role: sum(what == "start" and worker.pool == role for _, what, worker in self._due) for role in ROLES}
         return Seen(self._counted, tuple(self._workers.values()), self.wanted, starting)
 
     def effect(self, demand: Demand, sizes: Sizes) -> Effect:

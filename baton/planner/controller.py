@@ -1,0 +1,220 @@
+"""Looks at the cluster, asks the planner, and acts: one look every `planner.interval_s`, while this process leads.
+
+Who leads has a lease in the registry. Sizes are written by a script that checks the lease and what is wanted now, at one moment, so who
+lost the lease changes nothing. A role is changed by a call to a worker, which cannot ask the registry: the call is made only if it must end
+before the lease does. When the registry or the routers do not answer, nothing changes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from baton.clock import loop_time
+from baton.cluster.config_planner import PlannerConfig
+from baton.cluster.errors import BatonError
+from baton.cluster.records import ROLES, RoleName, WorkerRecord
+from baton.cluster.registry import Registry, RegistryUnavailable
+from baton.planner.capacity import Model, Sizes
+from baton.planner.change import Action, Resize, Seen, State, Worker
+from baton.planner.decide import Decision, Rules
+from baton.planner.demand import Interval, together
+from baton.planner.planner import Planner
+from baton.planner.records import decision_note, encode, outcome_note, reason_of
+
+log = logging.getLogger(__name__)
+RENEW_SHARE = 1 / 3  # of the lease
+CALL_S = 5.0  # for a worker to say that it changes its role
+SPARE_S = 0.5  # between the end of such a call and that of the lease
+BACK = 1000  # intervals; routers whose clock was set back so far start again
+
+
+class Doors(Protocol):
+    """The routers' doors."""
+
+    async def counts(self) -> list[Interval]:
+        """What all routers counted lately. Raises BatonError."""
+
+    async def set_roles(self, worker: str, roles: Sequence[RoleName], timeout_s: float) -> None:
+        """Lets a worker serve these roles. Raises BatonError; after `timeout_s` nothing is changed any more."""
+
+
+def rules_of(config: PlannerConfig) -> Rules:
+    return Rules(
+        Sizes(config.least_prefill, config.least_decode), Sizes(config.most_prefill, config.most_decode), config.budget,
+        target=config.target, flips=config.flips, margin=config.margin, cooldown_s=config.cooldown_s, hold_s=config.hold_s,
+        start_timeout_s=config.start_timeout_s, flip_timeout_s=config.flip_timeout_s, cold_s=config.cold_s, stale_s=config.stale_s,
+    )  # fmt: skip
+
+
+class Controller:
+    def __init__(
+        self, config: PlannerConfig, model: Model, registry: Registry, doors: Doors, who: str, wall_clock: Callable[[], float]
+    ) -> None:
+        """`who`: a name that no other process has. `wall_clock`: for people; seconds since the epoch."""
+        self._config, self._model = config, model
+        self._registry, self._doors = registry, doors
+        self._who, self._wall_clock = who, wall_clock
+        self._term, self._until = 0, 0.0  # of the lease, and when it ends
+        self.planner = self._fresh()
+        self._since: dict[tuple[str, int, tuple[RoleName, ...]], float] = {}
+        self._newest: tuple[int, float] | None = None  # the last count, and when it was first seen
+        self._reason = ""
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._run_lease())
+            group.create_task(self._run_looks())
+
+    async def resign(self) -> None:
+        """Lets another planner lead at once."""
+        if self._term:
+            with contextlib.suppress(RegistryUnavailable):  # it ends by itself
+                await self._registry.resign(self._who, self._term)
+        self._term = 0
+
+    @property
+    def leads(self) -> bool:
+        return self._config.dry_run or (self._term > 0 and loop_time() < self._until)
+
+    async def renew(self) -> None:
+        """Takes or keeps the lease. While the registry is away, it runs out."""
+        asked = loop_time()  # the lease begins later than this
+        try:
+            term = await self._registry.lead(self._who, self._config.lease_s, self._term)
+        except RegistryUnavailable as error:
+            log.debug("the lease was not renewed: %s", error)
+            return
+        if term != self._term:
+            log.info("this planner leads" if term else "another planner leads")
+            self.planner = self._fresh()
+        self._term, self._until = term, asked + self._config.lease_s
+
+    async def look(self) -> Decision | None:
+        """One look, and what follows from it. None: this planner does not lead, or cannot see."""
+        if not self.leads:
+            return None
+        try:
+            seen, intervals = await self._see()
+        except (RegistryUnavailable, BatonError) as error:
+            log.debug("cannot see the cluster: %s", error)
+            return None
+        if intervals and self.planner.load.last is not None and intervals[-1].number < self.planner.load.last - BACK:
+            self.planner = self._fresh()
+        before = self.planner.memory.change
+        decision = self.planner.look(seen, intervals, loop_time())
+        if decision.action is not None:
+            await self._act(decision.action)
+        await self._tell(decision, intervals[-1] if intervals else None, before is not self.planner.memory.change)
+        return decision
+
+    async def _run_lease(self) -> None:
+        while not self._config.dry_run:
+            await self.renew()
+            await asyncio.sleep(self._config.lease_s * RENEW_SHARE)
+
+    async def _run_looks(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(self._pause())
+
+    def _pause(self) -> float:
+        """Until the next look; less while something changes."""
+        change = self.planner.memory.change
+        return min(1.0, self._config.interval_s) if change is not None and change.alive else float(self._config.interval_s)
+
+    def _fresh(self) -> Planner:
+        return Planner(self._model, rules_of(self._config), float(self._config.interval_s), self._config.period_s)
+
+    async def _see(self) -> tuple[Seen, list[Interval]]:
+        """Raises RegistryUnavailable, BatonError."""
+        members, starts, wanted = await asyncio.gather(self._registry.members(), self._registry.starts(), self._registry.desired())
+        counts = await self._doors.counts()
+        now = loop_time()
+        if counts and (self._newest is None or counts[-1].number != self._newest[0]):
+            self._newest = counts[-1].number, now
+        names = {record.name for record in members}
+        starting: dict[str, int] = {
+            role: sum(one.role == role and _pooled(one.name, role) and one.name not in names for one in starts) for role in ROLES
+        }
+        workers = tuple(self._worker(record, now) for record in members)
+        self._since = {key: at for key, at in self._since.items() if key[0] in names}
+        self.planner.model = _fitting(self._model, members)
+        at = self._newest[1] if self._newest is not None else -1e9
+        return Seen(at, workers, wanted, starting), together(counts, self._config.interval_s)
+
+    def _worker(self, record: WorkerRecord, now: float) -> Worker:
+        serves = record.roles or (record.role,)
+        since = self._since.setdefault((record.name, record.incarnation, serves), now)
+        for key in [key for key in self._since if key[0] == record.name and key[1:] != (record.incarnation, serves)]:
+            del self._since[key]
+        pool = record.role if _pooled(record.name, record.role) else ""
+        return Worker(record.name, pool, serves, since, record.state == "draining", record.load.running + record.load.waiting)
+
+    async def _act(self, action: Action) -> None:
+        planner = self.planner
+        if self._config.dry_run:
+            planner.refused(loop_time(), "dry run")
+            return
+        try:
+            refused = await self._resize(action) if isinstance(action, Resize) else await self._flip(action.worker, action.to)
+        except (RegistryUnavailable, BatonError) as error:
+            # The call may have been done all the same. The next look sees what is there.
+            refused = str(error)
+        if refused:
+            log.warning("%s: refused: %s", action, refused)
+            planner.refused(loop_time(), refused)
+        else:
+            planner.acted(loop_time())
+
+    async def _resize(self, action: Resize) -> str:
+        """Returns why it was refused; empty: it was not."""
+        done = await self._registry.plan(self._who, self._term, action.before, action.pools)
+        return "" if done else "this planner does not lead any more, or somebody has asked for other sizes"
+
+    async def _flip(self, worker: str, to: RoleName) -> str:
+        left = min(CALL_S, self._until - loop_time() - SPARE_S)
+        if left <= 0:
+            return "the lease ends too soon"
+        await self._doors.set_roles(worker, (to,), left)
+        return ""
+
+    async def _tell(self, decision: Decision, interval: Interval | None, changed: bool) -> None:
+        """In the log, and for `baton planner --why`. That the registry does not take it changes nothing."""
+        planner, notes = self.planner, list[dict[str, Any]]()
+        change = planner.memory.change
+        reason = reason_of(decision)
+        waits = change is not None and change.alive and decision.action is None  # what it waits for was told when it was decided
+        if decision.action is not None or (reason != self._reason and not waits):
+            number = change.number if change is not None and decision.action is not None else 0
+            notes.append(decision_note(decision, planner.load.forecast, number, self._wall_clock(), self._who, self._config.dry_run))
+            told = f"{decision.action}: {decision.why}" if decision.action is not None else decision.why
+            log.info("%s%s", "would: " if self._config.dry_run and decision.action is not None else "", told)
+        self._reason = reason
+        if (outcome := planner.outcome(interval, loop_time())) is not None and not self._config.dry_run:
+            notes.append(outcome_note(outcome, self._wall_clock(), self._who))
+            log.info(
+                "change %d %s after %.1f s%s", outcome.number, outcome.state, outcome.seconds, f": {outcome.why}" if outcome.why else ""
+            )
+        if changed and change is not None and change.state is not State.PROPOSED:
+            log.debug("change %d is %s", change.number, change.state.value)
+        for note in notes:
+            try:
+                await self._registry.note_plan(encode(note), self._config.keep)
+            except RegistryUnavailable as error:
+                log.debug("a decision was not noted: %s", error)
+
+
+def _pooled(name: str, role: str) -> bool:
+    """Whether a launcher of this cluster started it in that pool; hosts that joined give their workers other names."""
+    return re.fullmatch(rf"{role}-\d+", name) is not None
+
+
+def _fitting(model: Model, members: Sequence[WorkerRecord]) -> Model:
+    """With the sizes that the workers tell."""
+    places = [record.max_num_seqs for record in members if record.max_num_seqs]
+    tokens = [record.kv_blocks * record.block_size for record in members if record.kv_blocks]
+    return replace(model, max_num_seqs=min(places, default=model.max_num_seqs), kv_tokens=min(tokens, default=model.kv_tokens))

@@ -1,0 +1,221 @@
+"""The controller with a simulated cluster: the router's own code, in virtual time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from baton.clock import loop_time
+from baton.cluster.config_planner import PlannerConfig
+from baton.cluster.config_router import RouterConfig, SloConfig
+from baton.cluster.errors import BatonError, Reason
+from baton.cluster.records import Pools
+from baton.cluster.registry import RegistryUnavailable
+from baton.planner.capacity import Model
+from baton.planner.controller import Controller
+from baton.planner.records import decode
+from baton.planner.rehearsal import SimulatedDoors
+from baton.profile.file import Profile
+from baton.profile.models import Fitted
+from baton.simulate import virtual_time
+from baton.simulate.cluster import SimulatedCluster, Sizes
+from baton.simulate.pools import SimulatedPools
+from baton.simulate.workers import Times
+
+SIZES = Sizes(2, 2, max_num_seqs=64, kv_blocks=6000)
+# A slow worker, so that few requests are a load: 2,000 tokens of prompts per second; 32 sequences decode with 100 ms a token.
+STEP = {"step": 0.02, "tokens": 5e-4, "decodes": 2.5e-3}
+PROFILE = Profile("test", "", "", {}, 1000.0, "sum", {"step": Fitted(STEP), "start": Fitted({"base": 10.0})})
+SLO = SloConfig(ttft_s=2.5, tpot_s=0.1)
+QUICK = {
+    "interval_s": 5, "budget": 4, "cooldown_s": 5.0, "hold_s": 40.0, "cold_s": 3.0, "stale_s": 20.0, "lease_s": 6.0, "period_s": 0.0,
+    "start_timeout_s": 60.0, "flip_timeout_s": 20.0,
+}  # fmt: skip
+
+
+class Rehearsal:
+    """A cluster, its pools, and planners."""
+
+    def __init__(self, **config: Any) -> None:
+        self.config = PlannerConfig(**(QUICK | config))
+        self.cluster = SimulatedCluster(SIZES, Times.of(PROFILE), RouterConfig(), SLO, stride=8)
+        self.pools = SimulatedPools(self.cluster, SIZES, start_s=10.0)
+        self.doors = SimulatedDoors(self.cluster, self.pools)
+        self.lost: list[BatonError] = []
+        self.served = 0
+
+    def controller(self, who: str = "planner-0 1") -> Controller:
+        model = Model(PROFILE, SLO.ttft_s, SLO.tpot_s)
+        return Controller(self.config, model, self.cluster.registry, self.doors, who, loop_time)
+
+    async def offer(self, seconds: float, every_s: float, prompt: int, output: int) -> None:
+        """Requests at equal distances."""
+        async with asyncio.TaskGroup() as group:
+            end = loop_time() + seconds
+            number = 0
+            while loop_time() < end:
+                number += 1
+                group.create_task(self._ask(number, prompt, output))
+                await asyncio.sleep(every_s)
+
+    async def _ask(self, number: int, prompt: int, output: int) -> None:
+        try:
+            request = await self.cluster.ask([number, *range(1, prompt)], output)
+            assert [int(token) for token in request.tokens[prompt:]] == [*range(prompt, prompt + output)], "a wrong token"
+            self.served += 1
+        except BatonError as error:
+            self.lost.append(error)
+
+
+def rehearse(act: Callable[[Rehearsal], Awaitable[None]], **config: Any) -> Rehearsal:
+    async def main() -> Rehearsal:
+        rehearsal = Rehearsal(**config)
+        async with rehearsal.cluster.watched():
+            tasks = [asyncio.create_task(rehearsal.pools.run())]
+            await asyncio.sleep(2.0)
+            await act(rehearsal)
+            for task in tasks:
+                assert not task.done(), task.exception()
+                task.cancel()
+            await rehearsal.pools.close()
+        return rehearsal
+
+    return virtual_time.run(main())
+
+
+async def notes(rehearsal: Rehearsal) -> list[dict[str, Any]]:
+    return decode(await rehearsal.cluster.registry.noted_plans(100))
+
+
+def test_a_shift_of_phase_flips_a_worker_under_load_and_nothing_is_lost() -> None:
+    told: list[dict[str, Any]] = []
+    roles: list[tuple[int, int]] = []
+
+    async def act(rehearsal: Rehearsal) -> None:
+        planning = asyncio.create_task(rehearsal.controller().run())
+        await rehearsal.offer(60, 0.5, prompt=1500, output=4)
+        roles.append((rehearsal.pools.serving("prefill"), rehearsal.pools.serving("decode")))
+        await rehearsal.offer(90, 0.5, prompt=64, output=260)
+        roles.append((rehearsal.pools.serving("prefill"), rehearsal.pools.serving("decode")))
+        told.extend(await notes(rehearsal))
+        planning.cancel()
+
+    rehearsal = rehearse(act)
+    assert not rehearsal.lost and rehearsal.served > 250
+    assert roles[0][0] > 1 and roles[1][1] >= 2 and roles[0] != roles[1]
+    changes = {note["change"] for note in told if note["kind"] == "decision" and note["action"]}
+    outcomes = {note["change"]: note for note in told if note["kind"] == "outcome"}
+    assert changes and changes <= set(outcomes) | {max(changes)}
+    flips = [note for note in told if "serves decode instead" in note.get("action", "")]
+    assert flips and flips[-1]["expected"]["attainment"] >= flips[-1]["now"]["attainment"] and flips[-1]["alternatives"]
+
+
+def test_without_a_planner_nothing_changes() -> None:
+    """Negative control."""
+
+    async def act(rehearsal: Rehearsal) -> None:
+        await rehearsal.offer(30, 0.5, prompt=1500, output=4)
+
+    assert rehearse(act).pools.history == [(0.0, 2, 2)]
+
+
+def test_a_dry_run_explains_and_changes_nothing() -> None:
+    told: list[dict[str, Any]] = []
+
+    async def act(rehearsal: Rehearsal) -> None:
+        planning = asyncio.create_task(rehearsal.controller().run())
+        await rehearsal.offer(60, 0.5, prompt=1500, output=4)
+        told.extend(await notes(rehearsal))
+        planning.cancel()
+
+    rehearsal = rehearse(act, dry_run=True)
+    assert len(rehearsal.pools.history) == 1 and any(note["dry"] and note["action"] for note in told)
+
+
+async def idle(rehearsal: Rehearsal, controller: Controller, looks: int = 30) -> None:
+    for _ in range(looks):
+        await controller.look()
+        await asyncio.sleep(5.0)
+
+
+def test_who_does_not_lead_changes_nothing_and_takes_over() -> None:
+    async def act(rehearsal: Rehearsal) -> None:
+        first, second = rehearsal.controller("a 1"), rehearsal.controller("b 1")
+        await first.renew()
+        await second.renew()
+        assert first.leads and not second.leads
+        await idle(rehearsal, second)
+        assert await rehearsal.cluster.registry.desired() == Pools(2, 2), "the load needs less, but it does not lead"
+        assert not first.leads, "it has not renewed"
+        await second.renew()
+        assert second.leads
+        for _ in range(30):
+            await second.renew()
+            await second.look()
+            await asyncio.sleep(5.0)
+        assert await rehearsal.cluster.registry.desired() == Pools(1, 1)
+
+    rehearse(act)
+
+
+def test_a_planner_that_lost_its_lease_cannot_act(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped between its decision and the act, thinks that it leads, and another one leads: the registry refuses."""
+
+    async def act(rehearsal: Rehearsal) -> None:
+        first, second = rehearsal.controller("a 1"), rehearsal.controller("b 1")
+        await first.renew()
+        await asyncio.sleep(rehearsal.config.lease_s + 1)
+        await second.renew()
+        monkeypatch.setattr(Controller, "leads", True)
+        for _ in range(30):
+            await first.look()
+            await asyncio.sleep(5.0)
+        assert await rehearsal.cluster.registry.desired() == Pools(2, 2)
+        change = first.planner.memory.change
+        assert change is not None and "does not lead" in change.why
+
+    rehearse(act)
+
+
+def test_a_role_is_not_changed_when_the_lease_is_nearly_over() -> None:
+    async def act(rehearsal: Rehearsal) -> None:
+        controller = rehearsal.controller()
+        await controller.renew()
+        assert await controller._flip("decode-0", "prefill") == ""
+        await asyncio.sleep(rehearsal.config.lease_s - 0.2)
+        assert "too soon" in await controller._flip("decode-1", "prefill")
+        await asyncio.sleep(1.0)
+        assert rehearsal.pools.serving("prefill") == 3
+
+    rehearse(act)
+
+
+@pytest.mark.parametrize("fault", ["registry", "routers", "frozen", "none"])
+def test_who_cannot_see_changes_nothing(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load is gone, so the pools would shrink, but nobody can be asked, or the routers' counts do not go on. (none: the control.)"""
+
+    async def act(rehearsal: Rehearsal) -> None:
+        controller = rehearsal.controller()
+        await controller.renew()
+        await idle(rehearsal, controller, 2)
+        frozen = await rehearsal.doors.counts()
+
+        async def counts() -> Any:
+            if fault == "routers":
+                raise BatonError(Reason.WORKER_LOST, "away")
+            return frozen
+
+        async def away() -> Any:
+            raise RegistryUnavailable("down", "away")
+
+        if fault == "registry":
+            monkeypatch.setattr(rehearsal.cluster.registry, "members", away)
+        elif fault != "none":
+            monkeypatch.setattr(rehearsal.doors, "counts", counts)
+        for _ in range(30):
+            await controller.renew()
+            await idle(rehearsal, controller, 1)
+        assert (await rehearsal.cluster.registry.desired() == Pools(2, 2)) is (fault != "none")
+
+    rehearse(act)
