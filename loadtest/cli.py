@@ -334,15 +334,15 @@ def _model(name: str) -> str:
 
 
 @contextmanager
-def failing() -> Iterator[None]:
+def failing(command: str = "baton loadtest") -> Iterator[None]:
     """Reports an error on stderr in one line. Exit code 2: an error in the input; 1: any other; `report_on` adds NO_VERDICT."""
     try:
         yield
     except typer.Exit:  # a RuntimeError, too
         raise
     except (state.StateError, BatonError, ConnectionError, RuntimeError, OSError) as error:
-        err.print(f"baton loadtest: {error}", markup=False, soft_wrap=True)
+        err.print(f"{command}: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except ValueError as error:
-        err.print(f"baton loadtest: {error}", markup=False, soft_wrap=True)
+        err.print(f"{command}: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(2) from None

@@ -73,6 +73,7 @@ ARROWS = {
     "baton.predict": {
         "baton.client",
         "baton.cluster",
+        "baton.plan",
         "baton.profile",
         "baton.simulate",
         "baton.stages",
@@ -226,6 +227,8 @@ PURE = (
     *(f"router/tools/{name}.py" for name in ("arguments", "calls", "delta", "families", "forms", "generic", "grammar", "reading")),
     "router/tools/source.py", "router/tools/thinking.py", "router/conversation.py",
     "router/stop.py", "router/slo.py", "router/resume.py", "router/transcript.py", "loadtest/latency.py",
+    "baton/plan/advice.py", "baton/plan/formulae.py", "baton/plan/pools.py", "baton/plan/search.py", "baton/plan/traffic.py",
+    "baton/plan/values.py",
     "baton/profile/models.py",
     *(f"baton/planner/{name}.py" for name in ("capacity", "change", "decide", "demand", "forecast", "planner")),
     "loadtest/slo.py", "loadtest/distribution.py", "loadtest/window.py", "loadtest/summary.py", "loadtest/estimate.py",

@@ -1,4 +1,4 @@
-"""`baton size`, `baton profile` and `baton simulate`: what can be said of a cluster without its users."""
+"""`baton size`, `baton plan`, `baton profile` and `baton simulate`: what can be said of a cluster without its users."""
 
 import asyncio
 import json
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from baton.cli.plan import plan
 from baton.cli.size import size
 from baton.cluster import config_layers
 from baton.cluster.config import Config
@@ -70,7 +71,7 @@ class Simulating:
 def profile(asked: Profiling, sheet: Sheet) -> None:
     """Measure how long the parts of a cluster take, on small clusters that it starts here, and write the profile that `baton simulate`
     reads. Keys of the configuration are flags, as --engine.threads 1. With --sheet, nothing is measured."""
-    with failing():
+    with failing("baton profile"):
         made = _from_sheet(sheet) if sheet.sheet is not None else _measured(asked, sheet)
         asked.to.parent.mkdir(parents=True, exist_ok=True)
         made.save(asked.to)
@@ -86,7 +87,7 @@ def profile(asked: Profiling, sheet: Sheet) -> None:
 def simulate(asked: Simulating, sheet: Sheet, target: Target, measured: Measured, load: Load) -> None:
     """Say what the load test would report of a cluster: its own configuration and the router's and the scheduler's own code, in virtual
     time, with steps and handoffs that take what a profile or a sheet of devices says. Every figure is simulated."""
-    with failing():
+    with failing("baton simulate"):
         from baton.predict.report import intervals
         from baton.predict.report import simulate as simulated
 
@@ -168,5 +169,6 @@ ENGINE = ("kind", "threads", "weight_dtype", "kv_dtype", "block_size", "max_num_
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
     app.command()(size)
+    app.command()(plan)
     app.command(context_settings=FREE)(profile)
     app.command(context_settings=FREE)(simulate)

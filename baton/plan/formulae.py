@@ -4,7 +4,7 @@ Rooflines (Williams et al., "Roofline", 2009) are bounds: nothing is faster, and
 (`baton.plan.hardware.Efficiency`). A product of a matrix with one vector counts two FLOP for each weight.
 """
 
-from math import ceil
+from math import ceil, erfc, exp, sqrt
 
 
 def weight_bytes(parameters: float, bits: float = 16) -> float:
@@ -98,6 +98,41 @@ def ring_seconds(nbytes: float, devices: int, bytes_per_s: float) -> float:
 def pipeline_bubble(stages: int, microbatches: int) -> float:
     """Share of the time in which a stage waits (Huang et al., "GPipe", 2019)."""
     return (stages - 1) / (microbatches + stages - 1)
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """Probability that who comes must wait for one of `servers`, `load` of which are busy on average (Erlang 1917); 1 if that is all.
+    By the recursion for Erlang's B, which no factorial makes overflow."""
+    if load >= servers:
+        return 1.0
+    blocked = 1.0
+    for number in range(1, servers + 1):
+        blocked = load * blocked / (number + load * blocked)
+    return blocked / (1 - load / servers * (1 - blocked))
+
+
+def wait_within(seconds: float, servers: int, load: float, service_s: float, arrivals_cv2: float, service_cv2: float) -> float:
+    """Probability that a wait for one of `servers` is no longer than that: who waits at all (`erlang_c`) does so for an exponential time
+    (Kingman, "On queues in heavy traffic", 1962) whose mean grows with the squared coefficients of variation of the gaps between arrivals
+    and of the service times (Allen and Cunneen; Allen, "Probability, Statistics, and Queueing Theory", 1978)."""
+    if seconds < 0 or load >= servers:
+        return 0.0
+    waits = erlang_c(servers, load)
+    mean = service_s / (servers - load) * (arrivals_cv2 + service_cv2) / 2
+    return 1 - waits * exp(-seconds / mean) if mean > 0 else 1.0
+
+
+def peakedness(arrivals_cv2: float) -> float:
+    """Variance over mean of how many are being served where nobody waits: 1 for Poisson arrivals (Eckberg, "Generalized peakedness of
+    teletraffic processes", 1983, for exponential service)."""
+    return (arrivals_cv2 + 1) / 2
+
+
+def normal_below(value: float, mean: float, deviation: float) -> float:
+    """Probability that a normal variable is at most `value`."""
+    if deviation <= 0:
+        return 1.0 if value >= mean else 0.0
+    return 0.5 * erfc((mean - value) / (deviation * sqrt(2)))
 
 
 def cost_per_million(price_per_hour: float, tokens_per_s: float) -> float:

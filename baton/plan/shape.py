@@ -90,6 +90,10 @@ class Shape:
             return kv_bytes_per_token(self.layers, 1, self.latent.rank + self.latent.rope, number_bytes, parts=1)
         return kv_bytes_per_token(self.layers, self.kv_heads, self.head_dim, number_bytes)
 
+    def kv_copies(self, devices: int) -> float:
+        """How many times `devices` with tensor parallelism keep each number of KV: they share heads, of which latent attention has one."""
+        return devices / min(devices, 1 if self.latent else self.kv_heads)
+
     def attention_flop(self, tokens: int, cached: int = 0) -> float:
         if self.latent:  # keys and values are the stored vectors, as our kernels compute it
             wide = self.latent.rank + self.latent.rope
@@ -109,6 +113,7 @@ KNOWN = {
         Shape("qwen3-8b", 4096, 36, 32, 8, 128, 12288, 151936),
         Shape("llama-3.1-8b", 4096, 32, 32, 8, 128, 14336, 128256),
         Shape("llama-3.1-70b", 8192, 80, 64, 8, 128, 28672, 128256),
+        Shape("qwen3-30b-a3b", 2048, 48, 32, 4, 128, 6144, 151936, experts=Experts(128, 8, 768)),
         Shape("mixtral-8x7b", 4096, 32, 32, 8, 128, 14336, 32000, experts=Experts(8, 2, 14336)),
         Shape(
             "deepseek-v3", 7168, 61, 128, 128, 192, 18432, 129280,

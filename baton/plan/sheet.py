@@ -10,9 +10,33 @@ from baton.profile.models import Fitted
 # it took there. On another device or model, the shares themselves are assumed: a fifth off is common.
 ERROR = 0.25
 LAUNCH_S = 0.0015  # of a step beside its kernels: scheduling, sampling, messages
+# Of one all-reduce beside its bytes, two a layer: assumed, for GPUs with links of their own and for those without.
+REDUCE_S, REDUCE_PCIE_S = 1e-5, 3e-5
 HANDOFF_S = 0.002  # of a handoff beside its bytes: handshake, lease, digests
 ROUTER = {"request": 0.001, "token": 6e-05}  # processor time, `benchmarks/serving.py`; the order of it on any processor
 START_S = 60.0  # weights of tens of GB from a disk, graphs captured
+
+
+def step_numbers(
+    shape: Shape, device: Device, reached: Efficiency, devices: int = 1, weight_bits: float = 16, kv_bits: float = 16, batch: int = 32
+) -> dict[str, float]:
+    """Of a step of `devices` with tensor parallelism, as `baton.profile.models.NUMBERS` has them. Of experts, a step reads as many as one
+    with `batch` tokens does."""
+    flop_per_s = device.flop_rate(weight_bits) * reached.compute * devices
+    bytes_per_s = device.bytes_per_s * reached.bandwidth * devices
+    row = 2 * shape.active_parameters / flop_per_s
+    reduce_s = wait_s = 0.0
+    if devices > 1:  # two a layer of each row
+        wait_s = 2 * shape.layers * (REDUCE_S if device.linked else REDUCE_PCIE_S)
+        reduce_s = formulae.ring_seconds(2 * shape.layers * shape.hidden * 2, devices, device.link_bytes_per_s)
+    return {
+        "step": LAUNCH_S + wait_s,
+        "read": formulae.weight_bytes(shape.read_parameters(batch), weight_bits) / bytes_per_s,
+        "tokens": row + reduce_s,
+        "pairs": (shape.attention_flop(1, 1) - shape.attention_flop(1, 0)) / flop_per_s,
+        "decodes": row + 2 * shape.head_parameters / flop_per_s + reduce_s,
+        "context": shape.kv_bytes(kv_bits / 8) * shape.kv_copies(devices) / bytes_per_s,
+    }
 
 
 def profile_of(
@@ -31,28 +55,14 @@ def profile_of(
     weights = formulae.weight_bytes(shape.parameters, weight_bits)
     if weights > device.memory * devices:
         raise ValueError(f"{shape.name} has {weights / 1e9:.1f} GB of weights, and {devices} x {device.name} less")
-    flop_per_s = device.flop_per_s * reached.compute * devices * (2 if weight_bits <= 8 and device.fast8 else 1)
-    bytes_per_s = device.bytes_per_s * reached.bandwidth * devices
-    kv = shape.kv_bytes(kv_bits / 8)
-    row = 2 * shape.active_parameters / flop_per_s
-    reduce_s = 0.0
-    if devices > 1:  # two a layer of each row
-        reduce_s = formulae.ring_seconds(2 * shape.layers * shape.hidden * 2, devices, device.link_bytes_per_s)
-    step = {
-        "step": LAUNCH_S,
-        "read": formulae.weight_bytes(shape.read_parameters(batch), weight_bits) / bytes_per_s,
-        "tokens": row + reduce_s,
-        "pairs": (shape.attention_flop(1, 1) - shape.attention_flop(1, 0)) / flop_per_s,
-        "decodes": row + 2 * shape.head_parameters / flop_per_s + reduce_s,
-        "context": kv / bytes_per_s,
-    }
+    step = step_numbers(shape, device, reached, devices, weight_bits, kv_bits, batch)
     said = f"{device.name}: {device.source}; {reached.compute:.0%} of compute and {reached.bandwidth:.0%} of bandwidth, {reached.source}"
     return Profile(
         source=f"sheet {device.name}",
         processor=f"{devices} x {device.name}",
         model=shape.name,
         engine={"weight_bits": weight_bits, "kv_bits": kv_bits, "devices": devices},
-        kv_token_bytes=kv,
+        kv_token_bytes=shape.kv_bytes(kv_bits / 8),
         form="roof",
         models={
             "step": Fitted(step, error=ERROR, source=said),

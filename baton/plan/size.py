@@ -47,7 +47,7 @@ def figures(shape: Shape, device: Device, reached: Efficiency, asked: Asked) -> 
             f"{shape.name} has {weights / 1e9:.1f} GB of weights, and {asked.devices} x {device.name} {memory / 1e9:.0f} GB,"
             f" of which {RESERVE:.0%} are for other things: at least {least:.0f} are needed"
         )
-    flop_per_s = device.flop_per_s * reached.compute * asked.devices * (2 if asked.weight_bits <= 8 and device.fast8 else 1)
+    flop_per_s = device.flop_rate(asked.weight_bits) * reached.compute * asked.devices
     bytes_per_s = device.bytes_per_s * reached.bandwidth * asked.devices
     kv = shape.kv_bytes(asked.kv_bits / 8)
     yield Figure("parameters", shape.parameters, "", "all matrices and norms")
@@ -61,8 +61,11 @@ def figures(shape: Shape, device: Device, reached: Efficiency, asked: Asked) -> 
         yield Figure("times less than a head each", each / kv, "x", f"{kind} for {shape.heads} query heads")
     yield Figure("KV of a prompt", kv * asked.prompt, "B", f"KV of a token x {asked.prompt}")
     whole = asked.prompt + asked.output
-    fits = formulae.sequences_that_fit(memory, weights, kv, whole, asked.block_size, RESERVE)
-    yield Figure("sequences that fit", fits, "", f"({1 - RESERVE:.0%} of {memory / 1e9:.0f} GB - weights) / KV of {whole} tokens in blocks")
+    kept = kv * shape.kv_copies(asked.devices)
+    fits = formulae.sequences_that_fit(memory, weights, kept, whole, asked.block_size, RESERVE)
+    copies = f", {shape.kv_copies(asked.devices):g} copies" if kept > kv else ""
+    room = f"({1 - RESERVE:.0%} of {memory / 1e9:.0f} GB - weights) / KV of {whole} tokens in blocks{copies}"
+    yield Figure("sequences that fit", fits, "", room)
     yield Figure(
         "slots lost to blocks", formulae.fragmentation(whole, asked.block_size), "%", f"half a block of {asked.block_size} a sequence"
     )
@@ -81,7 +84,8 @@ def _times(shape: Shape, asked: Asked, kv: float, flop_per_s: float, bytes_per_s
     yield Figure("prefill of a prompt", prefill, "s", f"{flop / 1e12:.3g} TFLOP at {flop_per_s / 1e12:.0f} TFLOP/s: TTFT without a queue")
     yield Figure("prefill", new / prefill, "tokens/s", "")
     context = asked.prompt + asked.output / 2
-    step_bytes = formulae.weight_bytes(shape.read_parameters(asked.batch), asked.weight_bits) + asked.batch * context * kv
+    read = formulae.weight_bytes(shape.read_parameters(asked.batch), asked.weight_bits)
+    step_bytes = read + asked.batch * context * kv * shape.kv_copies(asked.devices)
     step_flop = asked.batch * (2 * (shape.active_parameters + shape.head_parameters) + shape.attention_flop(1, int(context)))
     step = formulae.roof_seconds(step_flop, step_bytes, flop_per_s, bytes_per_s)
     bound = "reading" if step_bytes / bytes_per_s >= step_flop / flop_per_s else "computing"

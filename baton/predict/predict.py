@@ -86,12 +86,13 @@ class Prediction:
         return f"Outside of what was validated: {'; '.join(self.doubts)}." if self.doubts else ""
 
 
-def run(setting: Setting, profile: Profile, offer: Offer, stride: int = 1, collects: bool = False) -> Run:
-    """Always the same for the same arguments. `stride`: see `SimulatedCluster`."""
+def run(setting: Setting, profile: Profile, offer: Offer, stride: int = 1, collects: bool = False, decode: Profile | None = None) -> Run:
+    """Always the same for the same arguments. `stride`: see `SimulatedCluster`. `decode`: of decode workers, if theirs is another one."""
 
     async def main() -> Run:
         cores = Own() if setting.cores is None else Cores(setting.cores, profile.values("sharing")["pair"] or 1.0)
-        cluster = SimulatedCluster(setting.sizes, Times.of(profile), setting.router, setting.slo, setting.routers, cores, stride)
+        times = Times.of(profile, decode=decode)
+        cluster = SimulatedCluster(setting.sizes, times, setting.router, setting.slo, setting.routers, cores, stride)
         door = SimulatedDoor(cluster, profile, Thread(cores))
         async with cluster.watched():
             await asyncio.sleep(1.0)  # the first records have been read, and the first probes answered
@@ -102,17 +103,31 @@ def run(setting: Setting, profile: Profile, offer: Offer, stride: int = 1, colle
     return virtual_time.run(main())
 
 
-def predict(setting: Setting, profile: Profile, offer: Offer, slo: Slo, draws: int = DRAWS, seed: int = 0) -> Prediction:
-    """`draws`: further runs, for the intervals; 0: each interval is its figure."""
+def predict(
+    setting: Setting, profile: Profile, offer: Offer, slo: Slo, draws: int = DRAWS, seed: int = 0, stride: int = 1,
+    decode: Profile | None = None,
+) -> Prediction:  # fmt: skip
+    """`draws`: further runs, for the intervals; 0: each interval is its figure. `stride`, `decode`: see `run`. Two profiles are wrong
+    together: what both assume is the same."""
     rng = random.Random(seed)
-    first = run(setting, profile, offer)
+    first = run(setting, profile, offer, stride, decode=decode)
     summary = _summary(first, offer, slo)
-    others = [_summary(run(setting, profile.drawn(rng), offer), offer, slo) for _ in range(draws)]
+    others = []
+    for _ in range(draws):
+        drawn, unlike = _drawn(profile, decode, rng)
+        others.append(_summary(run(setting, drawn, offer, stride, decode=unlike), offer, slo))
     figures = {}
     for name, of in FIGURES.items():
         if (value := of(summary)) is not None:
             figures[name] = interval(value, [each for other in others if (each := of(other)) is not None], name in SHARES)
     return Prediction(first, summary, figures, doubts(setting, profile, offer))
+
+
+def _drawn(profile: Profile, decode: Profile | None, rng: random.Random) -> tuple[Profile, Profile | None]:
+    if decode is None:
+        return profile.drawn(rng), None
+    seed = rng.random()
+    return profile.drawn(random.Random(seed)), decode.drawn(random.Random(seed))
 
 
 def interval(value: float, others: Iterable[float], share: bool = False) -> Simulated:

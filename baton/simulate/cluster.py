@@ -43,6 +43,7 @@ class Sizes:
     block_size: int = BLOCK
     max_model_len: int = 1 << 16
     max_queue: int = 256
+    decode_kv_blocks: int | None = None  # of one decode worker, if these are unlike
 
     @property
     def limits(self) -> Limits:
@@ -51,9 +52,10 @@ class Sizes:
 
 def worker(name: str, role: RoleName, sizes: Sizes) -> WorkerRecord:
     size = sizes.block_size
-    load = Load(credit_tokens=sizes.kv_blocks * size, free_blocks=sizes.kv_blocks)
+    blocks = sizes.decode_kv_blocks if role == "decode" and sizes.decode_kv_blocks else sizes.kv_blocks
+    load = Load(credit_tokens=blocks * size, free_blocks=blocks)
     return WorkerRecord(
-        name, role, f"{name}:1", 1, "ready", 1, "host", "model", "model", TOKENIZER, size, sizes.max_model_len, sizes.kv_blocks, "model",
+        name, role, f"{name}:1", 1, "ready", 1, "host", "model", "model", TOKENIZER, size, sizes.max_model_len, blocks, "model",
         load, roles=(role,), max_num_seqs=sizes.max_num_seqs,
     )  # fmt: skip
 

@@ -41,13 +41,16 @@ class Times:
     # Processor time: of a router and of a worker beside its engine, for a request and for a token.
     router: tuple[float, float] = (0.0, 0.0)
     worker: tuple[float, float] = (0.0, 0.0)
+    decode_pace: Callable[[Work], float] | None = None  # of decode workers, where these are unlike
 
     @classmethod
-    def of(cls, profile: Profile, travel_s: float = 0.0) -> "Times":
+    def of(cls, profile: Profile, travel_s: float = 0.0, decode: Profile | None = None) -> "Times":
+        """`decode`: of decode workers, if theirs is another one."""
         handoff, router, worker = (profile.values(name) for name in ("handoff", "router", "worker"))
         return cls(
             ProfiledPace(profile), handoff["base"], handoff["byte"] * profile.kv_token_bytes, travel_s,
             (router["request"], router["token"]), (worker["request"], worker["token"]),
+            None if decode is None else ProfiledPace(decode),
         )  # fmt: skip
 
 
@@ -59,7 +62,8 @@ class ModelledWorker:
         self._cached: asyncio.Queue[list[CacheEvent]] = asyncio.Queue()
         self.prompts = Prompts()
         self._told: dict[str, asyncio.Queue[Output]] = {}  # sequence → what its steps brought
-        runner = ModelledRunner(times.pace, record.kv_blocks, record.block_size, record.max_model_len)
+        pace = times.decode_pace if record.role == "decode" and times.decode_pace else times.pace
+        runner = ModelledRunner(pace, record.kv_blocks, record.block_size, record.max_model_len)
         self.engine = ModelledEngine(runner, limits, Listener(self._on_step, self._cached.put_nowait, self._on_failure), cores, stride)
         self.engine.start()
         self._publishing = asyncio.create_task(self._publish())

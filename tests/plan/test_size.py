@@ -45,7 +45,7 @@ def told(model: str, device: str, reached: Efficiency = STATED, **asked: Any) ->
 @pytest.mark.parametrize(
     ("name", "billions", "active"),
     [("llama-3.1-8b", 8.03, 8.03), ("llama-3.1-70b", 70.6, 70.6), ("mixtral-8x7b", 46.7, 12.9), ("deepseek-v3", 671, 37),
-     ("qwen3-8b", 8.19, 8.19), ("qwen3-0.6b", 0.6, 0.6), ("smollm2-135m", 0.135, 0.135)],
+     ("qwen3-8b", 8.19, 8.19), ("qwen3-30b-a3b", 30.5, 3.35), ("qwen3-0.6b", 0.6, 0.6), ("smollm2-135m", 0.135, 0.135)],
 )  # fmt: skip
 def test_parameters_are_those_that_the_makers_publish(name: str, billions: float, active: float) -> None:
     shape = KNOWN[name]
@@ -89,6 +89,31 @@ def test_a_cached_prefix_costs_only_its_attention() -> None:
 def test_latent_attention_keeps_one_vector_for_all_heads() -> None:
     assert KNOWN["deepseek-v3"].kv_bytes() == 61 * 576 * 2
     assert formulae.kv_bytes_per_token(61, 128, 192) / KNOWN["deepseek-v3"].kv_bytes() > 80
+
+
+def test_ranks_that_share_no_head_keep_copies() -> None:
+    """Latent attention has one head: eight ranks keep its KV eight times, and eight heads of KV once."""
+    for model, copies in (("deepseek-v3", 8), ("llama-3.1-70b", 1)):
+        one, many = KNOWN[model].kv_copies(1), KNOWN[model].kv_copies(8)
+        assert (one, many) == (1, copies)
+    assert KNOWN["llama-3.1-70b"].kv_copies(16) == 2
+    found = told("deepseek-v3", "h200", devices=16)
+    room = 0.9 * 16 * 141e9 - found["weights"]
+    assert found["sequences that fit"] == pytest.approx(room / (16 * 4608 * 61 * 576 * 2), rel=0.01)
+
+
+def test_fewer_than_8_bits_save_reading_and_no_arithmetic() -> None:
+    """AWQ and GPTQ multiply in 16 bits: the prefill takes as long, the decode step a quarter."""
+    whole, eight, four = (told("llama-3.1-8b", "h100", weight_bits=bits) for bits in (16, 8, 4))
+    assert four["prefill of a prompt"] == whole["prefill of a prompt"] == pytest.approx(2 * eight["prefill of a prompt"])
+    assert four["decode step: TPOT"] < eight["decode step: TPOT"] < whole["decode step: TPOT"]
+    assert DEVICES["a100"].flop_rate(8) == DEVICES["a100"].flop_rate(16), "no arithmetic of 8-bit floats there"
+
+
+def test_types_of_kv_are_as_large_as_their_bits() -> None:
+    sizes = [told("llama-3.1-8b", "h100", kv_bits=bits)["KV of a token"] for bits in (16, 8, 5)]
+    assert sizes == [131_072, 65_536, 40_960]
+    assert formulae.kv_bytes_per_token(32, 1, 128) == 131_072 / 8, "one head for all"
 
 
 def test_shared_heads_make_the_cache_smaller_by_their_number() -> None:
