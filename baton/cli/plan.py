@@ -187,9 +187,12 @@ def _gpus(one: Configuration) -> str:
 
 
 def _lines(found: Found, search: Search, stocks: Sequence[Stock], given: Planning, seen: "Offered") -> list[Line]:
-    """The best ones, those first that hold in the simulator."""
-    lines = []
-    for number, one in enumerate(advice.best_of(found, BEST)):
+    """The best ones, those first that hold in the simulator. Simulated are the cheapest, the cheapest that Baton can install, others."""
+    shape, lines = search.asked.shape, []
+    able = [one for one in found.held if not values.lacking(one, shape, given.per_node)]
+    best = advice.best_of(found, BEST, able)
+    turns = sorted(best, key=lambda one: (one is not best[0], one not in able[:1], *order(one)))
+    for number, one in enumerate(turns):
         verdict = None
         if number < given.verify:
             from baton.predict.verify import verify
@@ -199,7 +202,7 @@ def _lines(found: Found, search: Search, stocks: Sequence[Stock], given: Plannin
         made = verdict.made if verdict else one
         low, high = spread(search.asked, stocks, made)
         costs = None if low is None else min(low.cost, made.cost), None if high is None else max(high.cost, made.cost)
-        lines.append(Line(made, costs, values.lacking(made, search.asked.shape, given.per_node), verdict))
+        lines.append(Line(made, costs, values.lacking(made, shape, given.per_node), verdict))
     return sorted(lines, key=lambda line: (not line.holds, *order(line.made)))
 
 

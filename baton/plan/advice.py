@@ -27,12 +27,14 @@ def family(one: Configuration) -> Family:
     return one.prefill.kind.device.name if one.prefill else "", kind.device.name, kind.weight_bits, kind.kv_bits
 
 
-def best_of(found: Found, most: int) -> list[Configuration]:
-    """The cheapest of each family first, then what else is cheap."""
+def best_of(found: Found, most: int, able: Sequence[Configuration]) -> list[Configuration]:
+    """The cheapest of each family first, then what else is cheap; and always the two cheapest that are `able`."""
     first = {family(one): one for one in reversed(found.held)}
     leaders = sorted(first.values(), key=order)[:most]
-    rest = [one for one in found.held if one not in leaders]
-    return sorted(leaders + rest[: most - len(leaders)], key=order)
+    each = leaders + [one for one in found.held if one not in leaders]
+    must = list(able[:2])
+    room = most - sum(one not in each[:most] for one in must)
+    return sorted({one.kinds: one for one in each[:room] + must}.values(), key=order)
 
 
 def because(one: Configuration, asked: Question) -> str:

@@ -45,6 +45,10 @@ class Configuration:
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
     @property
+    def kinds(self) -> tuple[Kind, ...]:
+        return tuple(pool.kind for pool in self.pools)
+
+    @property
     def gpus(self) -> int:
         return sum(pool.gpus for pool in self.pools)
 
@@ -59,8 +63,10 @@ class Configuration:
 
 def order(one: Configuration) -> tuple[float, ...]:
     """Of equal cost: fewer GPUs, smaller workers (of which one can fail alone), fewer pools and stages."""
-    kinds = [pool.kind for pool in one.pools]
-    return round(one.cost, 6), one.gpus, max(kind.gpus for kind in kinds), len(kinds), max(kind.stages for kind in kinds), -one.attainment
+    return (
+        round(one.cost, 6), one.gpus, max(kind.gpus for kind in one.kinds), len(one.kinds), max(kind.stages for kind in one.kinds),
+        -one.attainment,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +171,21 @@ class Search:
         return self._leasts[key]
 
     def _fewest(self, role: str, speed: Speed) -> int | None:
-        for workers in range(self._floor(role, speed), self._most(speed) + 1):
-            pool = self._pool(role, speed, workers)
-            chances = (pool.ttft or pool.tpot) if role != "colocated" else tuple(map(float.__mul__, pool.ttft, pool.tpot))
-            if sum(chances) >= self.asked.attainment * len(chances):
-                return workers
-            if workers > 4 * self._floor(role, speed) + 16:  # it is not for want of workers
-                return None
-        return None
+        few, enough = self._floor(role, speed), self._most(speed)
+        if few > enough or not self._holds(role, speed, enough):
+            return None
+        while few < enough:  # more workers never make it worse
+            middle = (few + enough) // 2
+            if self._holds(role, speed, middle):
+                enough = middle
+            else:
+                few = middle + 1
+        return enough
+
+    def _holds(self, role: str, speed: Speed, workers: int) -> bool:
+        pool = self._pool(role, speed, workers)
+        chances = tuple(map(float.__mul__, pool.ttft, pool.tpot)) if role == "colocated" else pool.ttft or pool.tpot
+        return sum(chances) >= self.asked.attainment * len(chances)
 
     def _floor(self, role: str, speed: Speed) -> int:
         """Fewer workers could not even compute all prompts, or all tokens."""

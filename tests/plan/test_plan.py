@@ -17,7 +17,7 @@ from rendering import config, helm, pod, rendered
 from baton.plan import advice, formulae
 from baton.plan.hardware import DEVICES, MEASURED
 from baton.plan.pools import Question, attained, prefill_pool
-from baton.plan.search import Configuration, Found, Rejected, Search, Stock, kinds, spread
+from baton.plan.search import Configuration, Found, Rejected, Search, Stock, kinds, order, spread
 from baton.plan.shape import KNOWN, Shape
 from baton.plan.traffic import Length, Traffic, thinned, unevenness
 from baton.plan.values import KV_BITS, engine_of, lacking, routers_of, values_of
@@ -159,6 +159,16 @@ def test_fast_decode_is_what_separate_pools_are_for() -> None:
     assert plan(question(20.0, ttft_s=2.0, tpot_s=0.1)).held[0].prefill is None
 
 
+def test_objectives_that_leave_a_batch_of_two_need_many_workers_and_get_them() -> None:
+    """A step of one sequence takes 8 ms, and one of 200 twice that: for a TPOT near the first, the pool is many times what the rate
+    alone would need."""
+    asked = question(150.0, ttft_s=2.0, tpot_s=0.0085)
+    many = replace(H100, count=4000, per_node=1)
+    held = [one for one in plan(asked, many).held if one.prefill is not None]
+    loose = [one for one in plan(replace(asked, tpot_s=0.05), many).held if one.prefill is not None]
+    assert held and held[0].decode.workers > 10 * loose[0].decode.workers
+
+
 def test_the_interval_holds_the_figure() -> None:
     asked = question(60.0)
     best = plan(asked).held[0]
@@ -177,8 +187,10 @@ def test_decisions_follow_from_what_was_found() -> None:
         "bits of weights", "bits of KV", "tiers of KV",
     }  # fmt: skip
     assert told["tiers of KV"].answer.startswith("worth a try") and "--weight-bits 8" in told["bits of weights"].why
-    shown = advice.best_of(found, 5)
-    assert shown[0] == found.held[0] and len({advice.family(one) for one in shown}) > 2
+    able = [one for one in found.held if not lacking(one, asked.shape, 8)]
+    shown = advice.best_of(found, 5, able)
+    assert len(shown) == 5 and all(one in shown for one in able[:2])
+    assert shown == sorted(shown, key=order) and shown[0] == found.held[0] and len({advice.family(one) for one in shown}) > 2
     others = advice.losers(found, Search(asked, stocks, [16], [16]), asked, shown)
     assert {advice.family(one) for one in found.held} >= {advice.family(one) for one in shown} and isinstance(others, list)
     assert "TPOT allows" in advice.because(shown[0], asked)

@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 
+import pytest
+
 from baton.plan.hardware import DEVICES, MEASURED
 from baton.plan.pools import Question, attained, decode_pool, prefill_pool
 from baton.plan.search import Configuration, Search, Stock
 from baton.plan.shape import KNOWN
 from baton.plan.traffic import Length, Traffic, thinned
+from baton.predict.offered import Offered, offered
 from baton.predict.predict import Offer
 from baton.predict.verify import verify
-from loadtest.plan import Workload
+from loadtest.plan import Plan, Workload
 from loadtest.slo import Slo
 from loadtest.window import Window
 
@@ -66,3 +69,24 @@ def test_unlike_pools_are_simulated_as_unlike() -> None:
         figures.append(verify(one, both, offer(4.0), SLO, 0).told.figures)
     assert figures[1]["TPOT P50 (ms)"].value < 0.5 * figures[0]["TPOT P50 (ms)"].value
     assert 0.9 < figures[1]["TTFT P50 (ms)"].value / figures[0]["TTFT P50 (ms)"].value < 1.1
+
+
+def test_traffic_is_what_the_workload_says() -> None:
+    """Shared prefixes count as cached, and so does a session's past; only what the load test leaves out is noted."""
+
+    def of(rate: float = 10.0, **load: object) -> Offered:
+        workload = Workload(**{"input": "300", "output": "20", "duration_s": 30.0, **load})  # type: ignore[arg-type]
+        return offered(Plan(workload=workload, slo=SLO, seeds=(1,), warm_up_s=0.0, cool_down_s=0.0, timeout_s=60.0), rate)
+
+    alone = of()
+    assert alone.traffic.cached == 0 and alone.traffic.rate == pytest.approx(10, rel=0.3) and alone.notes == ()
+    assert alone.offer.window.duration_s == 30.0 and of(100.0).offer.window.duration_s == 15.0, "no more than 15 s of what is much"
+    shared = of(hit_rate=0.5, prefix_tokens=64, prefix_depth=3, prefix_branching=2)
+    assert shared.traffic.cached == pytest.approx(0.5, abs=0.08) and shared.traffic.distinct_tokens < alone.traffic.distinct_tokens
+    talks = of(turns="3")
+    assert talks.traffic.prompt == pytest.approx((300 + 620 + 940) / 3, rel=0.05) and talks.traffic.cached == pytest.approx(0.5, abs=0.05)
+    assert of(input="100-3000").notes[0].endswith("more than max_tokens")
+    assert of(arrivals="gamma:0.2").traffic.cv2 > 2 > of(arrivals="constant").traffic.cv2
+    for slo, words in (("ttft=1s", "slo: tpot is missing"), ("tpot=1s", "slo: ttft is missing")):
+        with pytest.raises(ValueError, match=words):
+            offered(Plan(workload=Workload(), slo=Slo.parse(slo), seeds=(1,), warm_up_s=0, cool_down_s=0, timeout_s=1), 1.0)
