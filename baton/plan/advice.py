@@ -111,7 +111,7 @@ def needed(asked: Question, stocks: Sequence[Stock], weight_bits: Sequence[float
 
 def decisions(asked: Question, stocks: Sequence[Stock], found: Found, bits: tuple[Sequence[float], Sequence[float]]) -> list[Decision]:
     best = found.held[0]
-    told = [_tensor(best, asked), _pipeline(best, stocks), _data(best)]
+    told = [_tensor(found, asked), _pipeline(best, stocks), _data(best)]
     if asked.shape.experts is not None:
         told.append(_experts(best, asked))
     told.append(_pools(found))
@@ -121,7 +121,8 @@ def decisions(asked: Question, stocks: Sequence[Stock], found: Found, bits: tupl
     return [*told, _tiers(best, asked)]
 
 
-def _tensor(best: Configuration, asked: Question) -> Decision:
+def _tensor(found: Found, asked: Question) -> Decision:
+    best = found.held[0]
     degrees = [pool.kind.tensor for pool in best.pools]
     kind = best.decode.kind
     weights = asked.shape.parameters * kind.weight_bits / 8e9
@@ -129,6 +130,9 @@ def _tensor(best: Configuration, asked: Question) -> Decision:
     why = f"weights have {weights:.0f} GB and a GPU {kind.device.memory / 1e9:.0f}; a step of one sequence takes {step:.3g} ms"
     if max(degrees) == 1:
         return Decision("tensor parallelism", "none", f"{why}, so one GPU does")
+    single = next((one for one in found.held if all(kind.gpus == 1 for kind in one.kinds)), None)
+    alone = "do not hold the objectives" if single is None else f"would cost {single.cost:g} an hour"
+    why = f"{why}; workers of one GPU {alone}"
     return Decision("tensor parallelism", " and ".join(f"{each} GPUs" for each in dict.fromkeys(degrees)) + ", inside a node", why)
 
 

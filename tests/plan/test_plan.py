@@ -196,6 +196,15 @@ def test_decisions_follow_from_what_was_found() -> None:
     assert "TPOT allows" in advice.because(shown[0], asked)
 
 
+def test_ranks_are_explained_by_what_workers_of_one_gpu_would_cost() -> None:
+    for shape, words in ((KNOWN["llama-3.1-70b"], "do not hold the objectives"), (EIGHT, "would cost")):
+        asked = question(2.0, shape, 1.0, 0.05)
+        found = plan(asked)
+        ranked = replace(found, held=tuple(sorted(found.held, key=lambda one: -max(kind.tensor for kind in one.kinds))))
+        told = advice.decisions(asked, [H100], ranked, ([8.0], [16.0, 8.0]))[0]
+        assert told.answer == "8 GPUs, inside a node" and words in told.why
+
+
 def made_of(asked: Question, *stocks: Stock, split: bool, weight_bits: float = 16, kv_bits: float = 16) -> Configuration:
     """The cheapest one that Baton can install."""
     held = plan(asked, *stocks, weight_bits=weight_bits, kv_bits=kv_bits).held
