@@ -32,6 +32,7 @@ class Planner:
         self.memory = Memory()
         self._looked: float | None = None
         self._expected: Effect | None = None  # of the change that is alive, or whose outcome has not been told
+        self._owed: Outcome | None = None  # of one before that
 
     def look(self, seen: Seen, intervals: Iterable[Interval], now: float) -> Decision:
         """The caller takes the action of the decision, if it has one, and then says `acted` or `refused`."""
@@ -49,6 +50,7 @@ class Planner:
         decision = decide(seen, demand, self.model, self.memory, rules, now)
         self.memory = decision.memory
         if decision.action is not None and not decision.undoes:
+            self._owed = self._outcome(fresh[-1] if fresh else None)  # of the change before, which nobody has asked for yet
             self._expected = decision.expected
             self.memory = begin(self.memory, decision, rules, now)
         return decision
@@ -64,13 +66,20 @@ class Planner:
             self.memory = note(self.memory, "refuse", now, why)
 
     def outcome(self, interval: Interval | None, now: float) -> Outcome | None:
-        """Of a change that is over, once: when a whole interval has passed since. `interval`: the last one."""
+        """Of a change that is over, once: when a whole interval has passed since, or the next change begins. `interval`: the last one."""
+        if self._owed is not None:
+            owed, self._owed = self._owed, None
+            return owed
+        change = self.memory.change
+        if change is not None and change.state is State.SETTLED and now - self.memory.ended < 2 * self._every_s:
+            return None
+        return self._outcome(interval)
+
+    def _outcome(self, interval: Interval | None) -> Outcome | None:
         change = self.memory.change
         if change is None or change.alive or self._expected is None:
             return None
         settled = change.state is State.SETTLED
-        if settled and now - self.memory.ended < 2 * self._every_s:
-            return None
         expected, self._expected = self._expected, None
         came = interval.attainment if settled and interval is not None else None
         took = self.memory.ended - change.began

@@ -145,7 +145,8 @@ class SimulatedCluster:
 
     async def beat(self) -> None:
         """Every worker writes its record into the registry, as it does every `redis.heartbeat_s`."""
-        for worker in list(self.fleet.workers.values()):
+        for record in list(self.records):
+            worker = self.fleet.workers[record.name]
             load = worker.load_now() if self._light else await worker.load()
             await self.registry.join(replace(worker.record, load=load))
 

@@ -87,7 +87,9 @@ class SimulatedPools:
 
     async def _start(self, name: str, pool: RoleName) -> None:
         await asyncio.sleep(self._start_s)
-        self._cluster.fleet.add(worker(name, pool, self._sizes))
+        record = worker(name, pool, self._sizes)
+        self._cluster.fleet.add(record)
+        self._cluster.records.append(record)
         self.count()
         del self._starting[name]
 
@@ -99,6 +101,7 @@ class SimulatedPools:
         while not self._cluster.fleet.idle(name):
             await asyncio.sleep(LOOK_EVERY_S)
         self.count()
+        self._cluster.records[:] = [each for each in self._cluster.records if each.name != name]
         await self._cluster.fleet.remove(name)
         await self._cluster.registry.leave(name, record.incarnation)
         del self._draining[name]
