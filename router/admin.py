@@ -11,7 +11,7 @@ from baton.clock import loop_time
 from baton.cluster import log_file
 from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cluster.joining import Joining
-from baton.cluster.records import RouterRecord, WorkerRecord
+from baton.cluster.records import ROLES, RoleName, RouterRecord, WorkerRecord
 from baton.cluster.registry import RegistryUnavailable
 from baton.cluster.rpc import Answering, Context
 from baton.recorder.recorder import Recorder, check_secret
@@ -21,6 +21,7 @@ from router.journal import Journal
 from router.listing import Query
 from router.live import Live, in_slices, to_message
 from router.peers import Peers
+from router.proof import prove
 from router.view import ClusterView
 from router.watch import Watch
 
@@ -110,10 +111,21 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
             decoding = {record.name for record in self._view.models.of(worker).decode_workers()}
             if decoding == {worker.name} and "decode" not in request.roles and not request.force:
                 raise invalid("roles", f"{worker.name} is the only worker that decodes: no request could be served (--force does it)")
+            if request.prove:
+                await prove(self._workers, self._usable(worker), worker, request.roles)
             serving, draining = await self._workers.set_roles(worker, request.roles)
             self._view.members.note_roles(worker.name, worker.incarnation, serving)
             return worker_pb2.SetRolesResponse(serving=serving, draining=draining)
         raise AssertionError("answered with an error")
+
+    def _usable(self, worker: WorkerRecord) -> dict[RoleName, list[WorkerRecord]]:
+        """Those that serve each role of the worker's model, without those that nobody would choose."""
+        answering = {role: self._view.members.answering(role) for role in ROLES}
+        same = worker.model_fingerprint
+        return {
+            role: [m.record for m in found if m.record.model_fingerprint == same and not m.hung and not m.ejected]
+            for role, found in answering.items()
+        }
 
     async def Join(self, request: worker_pb2.JoinRequest, context: Context) -> worker_pb2.JoinResponse:
         async with Answering(context):

@@ -204,10 +204,13 @@ class GrpcWorkers:
         state: WorkerState = "draining" if answer.state == "draining" else "ready"
         return Answer(state, _to_load(answer.load), _to_roles(answer.roles), answer.stalled_ms / 1000, answer.others_tokens)
 
-    async def set_roles(self, worker: WorkerRecord, roles: Sequence[str]) -> tuple[tuple[RoleName, ...], tuple[RoleName, ...]]:
-        """Changes what the worker serves. Returns the roles that it serves from now on, and those that it drains."""
+    async def set_roles(
+        self, worker: WorkerRecord, roles: Sequence[str], prove: bool = False
+    ) -> tuple[tuple[RoleName, ...], tuple[RoleName, ...]]:
+        """Changes what the worker serves. Returns the roles that it serves from now on, and those that it drains. `prove`: it accepts work
+        of these roles and tells nobody."""
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))
-        asked = pb.SetRolesRequest(to=to_addressee(worker), roles=roles)
+        asked = pb.SetRolesRequest(to=to_addressee(worker), roles=roles, prove=prove)
         answer = await _answer(stub.SetRoles(asked, timeout=ASK_TIMEOUT_S))
         return _to_roles(answer.serving), _to_roles(answer.draining)
 

@@ -27,7 +27,7 @@ from baton.planner.records import decision_note, encode, outcome_note, reason_of
 
 log = logging.getLogger(__name__)
 RENEW_SHARE = 1 / 3  # of the lease
-CALL_S = 5.0  # for a worker to say that it changes its role
+CALL_S = 8.0  # for a worker to prove itself and to change its role
 SPARE_S = 0.5  # between the end of such a call and that of the lease
 BACK = 1000  # intervals; routers whose clock was set back so far start again
 

@@ -22,6 +22,7 @@ PREFILL_STAGES = frozenset({"queue", "prefill", "prefill_wait", "prefill_compute
 PRESSURE_STEP, PRESSURE_MOST = 1.15, 4.0
 FORGET_S = 3600.0  # after which half of a pressure is gone; twice as long each time that it had to be raised again
 MISSING = 3  # intervals with too many misses in a row, before the model is thought to be wrong
+AGAIN_S = 600.0  # before a worker is asked again that did not change its role when it should have
 GAIN = 0.05  # of the attainment, at least, that a flip within a spent budget must bring
 BACK_OFF, BACK_OFF_MOST_S = 2.0, 3600.0
 NEVER = -1e8  # `Seen.at` before the first figures
@@ -67,7 +68,9 @@ class Memory:
     ended: float = -1e9  # the last change
     flipped: tuple[float, RoleName] | None = None  # when, and to what
     needs: tuple[Need, ...] = ()
-    blocked: tuple[tuple[str, float, float], ...] = ()  # pools that could not grow: until when, and the wait after that
+    blocked: tuple[
+        tuple[str, float, float], ...
+    ] = ()  # pools that could not grow, workers that did not flip: until when, and the wait after
     pressure: tuple[float, float] = (1.0, 1.0)
     raised: int = 0  # how often
     missing: int = 0
@@ -167,7 +170,15 @@ def note(memory: Memory, event: str, now: float, why: str = "") -> Memory:
     """`act` or `refuse`: what came of the attempt. Raises IllegalMove."""
     assert memory.change is not None
     change = memory.change.after(event, why)
+    if event == "refuse" and isinstance(change.action, Flip):
+        memory = _without(memory, change.action.worker, now)
     return replace(memory, change=change, ended=memory.ended if change.alive else now)
+
+
+def _without(memory: Memory, worker: str, now: float) -> Memory:
+    """A worker that did not flip is not asked again soon."""
+    rest = tuple(one for one in memory.blocked if one[0] != worker and now < one[1] + BACK_OFF_MOST_S)
+    return replace(memory, blocked=(*rest, (worker, now + AGAIN_S, AGAIN_S)))
 
 
 def learn(memory: Memory, interval: Interval, seen: Seen, model: Model, demand: Demand, rules: Rules, now: float) -> Memory:
@@ -280,7 +291,7 @@ def _candidates(
         if short[role] <= 0:
             continue
         why = f"the load needs {need}: {role} has {short[role]} too few"
-        flip = _flip(seen, role, rules, now)
+        flip = _flip(seen, role, memory, rules, now)
         if flip is not None and _surplus(memory, OTHER[role], getattr(sizes, OTHER[role]), rules.cooldown_s, now):
             found.append((why, flip))
         if not _blocked(memory, role, now):
@@ -293,7 +304,7 @@ def _candidates(
             spare = _surplus(memory, role, getattr(sizes, role), rules.hold_s, now)
             if spare:
                 why = f"{spare} of {getattr(sizes, role)} {role} workers were not needed for {rules.hold_s:.0f} s"
-                found += [(why, action) for action in _shrinks(seen, role, spare, rules, now)]
+                found += [(why, action) for action in _shrinks(seen, role, spare, memory, rules, now)]
     return found
 
 
@@ -311,18 +322,19 @@ def _room(seen: Seen, pool: RoleName, rules: Rules) -> int:
     return int((rules.budget - spent + 1e-9) / cost) if cost > 0 else seen.sizes.total + 1
 
 
-def _flip(seen: Seen, to: RoleName, rules: Rules, now: float) -> Flip | None:
+def _flip(seen: Seen, to: RoleName, memory: Memory, rules: Rules, now: float) -> Flip | None:
     """The worker to take: one that comes home if there is one, and of these the least busy."""
     if not rules.flips:
         return None
     able = [worker for worker in seen.serving(OTHER[to]) if worker.serves == (OTHER[to],) and now - worker.since >= rules.cold_s]
+    able = [worker for worker in able if not _blocked(memory, worker.name, now)]
     if not able:
         return None
     taken = min(able, key=lambda worker: (worker.pool != to, worker.busy, worker.name))
     return Flip(taken.name, to, OTHER[to])
 
 
-def _shrinks(seen: Seen, role: RoleName, spare: int, rules: Rules, now: float) -> list[Action]:
+def _shrinks(seen: Seen, role: RoleName, spare: int, memory: Memory, rules: Rules, now: float) -> list[Action]:
     """A launcher takes the newest workers of a pool. If none of the newest serves this role, one of the role is flipped first, so that the
     next one can go."""
     assert seen.wanted is not None
@@ -336,13 +348,13 @@ def _shrinks(seen: Seen, role: RoleName, spare: int, rules: Rules, now: float) -
             count += 1
         for fewer in range(count, 0, -1):
             found.append(Resize(sized(seen.wanted, {pool: len(workers) - fewer}), seen.wanted))
-    if not found and (flip := _flip(seen, OTHER[role], rules, now)) is not None:
+    if not found and (flip := _flip(seen, OTHER[role], memory, rules, now)) is not None:
         found.append(flip)
     return found
 
 
-def _blocked(memory: Memory, pool: str, now: float) -> bool:
-    return any(name == pool and now < until for name, until, _ in memory.blocked)
+def _blocked(memory: Memory, who: str, now: float) -> bool:
+    return any(name == who and now < until for name, until, _ in memory.blocked)
 
 
 def waits(action: Action, effect: Effect, memory: Memory, rules: Rules, now: float) -> str:
@@ -435,6 +447,7 @@ def _undo(seen: Seen, demand: Demand, memory: Memory, rules: Rules, now: float) 
         back = change.action.back()
         flipped = any(worker.name == back.worker and worker.serves != (back.to,) for worker in seen.workers)
         action = back if flipped and not forbidden(back, seen, rules, now) else None
+        blocked = _without(memory, back.worker, now).blocked
     undone = replace(memory, change=change.after("undo"), ended=now, blocked=blocked)
     after = sizes_after(seen, action) if isinstance(action, Flip) else seen.sizes
     return Decision(

@@ -37,7 +37,7 @@ class RouterDoors:
         """Raises BatonError, RegistryUnavailable."""
 
         async def ask(stub: Any) -> Any:
-            asked = worker_pb2.AdminSetRolesRequest(worker=worker, roles=roles)
+            asked = worker_pb2.AdminSetRolesRequest(worker=worker, roles=roles, prove=True)
             return await stub.SetRoles(asked, timeout=timeout_s, metadata=self._shown)
 
         await self._first(ask, again=False)

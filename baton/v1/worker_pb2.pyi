@@ -627,12 +627,14 @@ class SnapshotResponse(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., keys: _Optional[bytes] = ..., medium: _Optional[str] = ...) -> None: ...
 
 class SetRolesRequest(_message.Message):
-    __slots__ = ("to", "roles")
+    __slots__ = ("to", "roles", "prove")
     TO_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
+    PROVE_FIELD_NUMBER: _ClassVar[int]
     to: Addressee
     roles: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
+    prove: bool
+    def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ..., roles: _Optional[_Iterable[str]] = ..., prove: _Optional[bool] = ...) -> None: ...
 
 class SetRolesResponse(_message.Message):
     __slots__ = ("serving", "draining")
@@ -643,14 +645,16 @@ class SetRolesResponse(_message.Message):
     def __init__(self, serving: _Optional[_Iterable[str]] = ..., draining: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AdminSetRolesRequest(_message.Message):
-    __slots__ = ("worker", "roles", "force")
+    __slots__ = ("worker", "roles", "force", "prove")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     FORCE_FIELD_NUMBER: _ClassVar[int]
+    PROVE_FIELD_NUMBER: _ClassVar[int]
     worker: str
     roles: _containers.RepeatedScalarFieldContainer[str]
     force: bool
-    def __init__(self, worker: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., force: _Optional[bool] = ...) -> None: ...
+    prove: bool
+    def __init__(self, worker: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., force: _Optional[bool] = ..., prove: _Optional[bool] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("prefill", "decode")

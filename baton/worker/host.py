@@ -204,10 +204,10 @@ class Host:
         await self._starting.leave()
         log.info("%s (incarnation %d) ready on %s, transport %s", self.name, self.incarnation, self.address, self.transport.name)
 
-    async def set_roles(self, wanted: Sequence[str]) -> Mounts:
-        """Serves these roles from now on. The others drain and are unmounted when all their work has ended. Raises
-        BatonError(INVALID_FIELD, DRAINING)."""
-        self.mounts.wish(wanted)
+    async def set_roles(self, wanted: Sequence[str], prove: bool = False) -> Mounts:
+        """Serves these roles from now on. The others drain and are unmounted when all their work has ended. `prove`: accepts work of these
+        roles without telling anybody; nothing drains. Raises BatonError(INVALID_FIELD, DRAINING)."""
+        self.mounts.wish(wanted, prove)
         self._membership.beat()
         log.info("now serving %s", ", ".join(self.mounts.serving))
         for name in self.mounts.draining:

@@ -1,11 +1,13 @@
 """A role is a service that a worker mounts. Every worker has both roles and serves those that are mounted.
 
-    event →     mount     drain      idle
-    off         on
+    event →     mount     drain      idle      try
+    off         on                             proving
     on                    draining
-    draining    on                   off
+    draining    on                   off       proving
+    proving     on        draining
 
-`drain`: nothing new is accepted; `idle`: all accepted work has ended. A worker that is told to stop drains all its roles.
+`drain`: nothing new is accepted; `idle`: all accepted work has ended; `try`: work is accepted, and nobody is told, so that only who proves
+the role sends any. A worker that is told to stop drains all its roles.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ class Mount(Enum):
     OFF = "off"
     ON = "on"
     DRAINING = "draining"
+    PROVING = "proving"
 
 
 MOVES = Moves(
@@ -30,6 +33,10 @@ MOVES = Moves(
         (Mount.ON, "drain"): Mount.DRAINING,
         (Mount.DRAINING, "mount"): Mount.ON,
         (Mount.DRAINING, "idle"): Mount.OFF,
+        (Mount.OFF, "try"): Mount.PROVING,
+        (Mount.DRAINING, "try"): Mount.PROVING,
+        (Mount.PROVING, "mount"): Mount.ON,
+        (Mount.PROVING, "drain"): Mount.DRAINING,
     }
 )
 
@@ -69,19 +76,23 @@ class Mounts:
         """Raises BatonError(DRAINING, WRONG_ROLE) unless the role accepts work."""
         if self.stopping:
             raise BatonError(Reason.DRAINING, f"{self._worker} is draining")
-        if self._states[name] is not Mount.ON:
+        if self._states[name] not in (Mount.ON, Mount.PROVING):
             raise BatonError(Reason.WRONG_ROLE, f"{self._worker} does not serve {name} now")
 
-    def wish(self, wanted: Sequence[str]) -> None:
-        """Mount these roles and drain the others. Raises BatonError(INVALID_FIELD, DRAINING) and then changes nothing."""
+    def wish(self, wanted: Sequence[str], prove: bool = False) -> None:
+        """Mount these roles and drain the others. `prove`: only try those that are not mounted, and drain none. Raises
+        BatonError(INVALID_FIELD, DRAINING) and then changes nothing."""
         if self.stopping:
             raise BatonError(Reason.DRAINING, f"{self._worker} is draining")
         if not wanted or not set(wanted) <= set(ROLES):
             raise invalid("roles", f"must be one or both of {', '.join(ROLES)}, not {', '.join(wanted) or 'nothing'}")
         for name, state in self._states.items():
-            if name in wanted and state is not Mount.ON:
+            if name in wanted and prove:
+                if state in (Mount.OFF, Mount.DRAINING):
+                    self._move(name, "try")
+            elif name in wanted and state is not Mount.ON:
                 self._move(name, "mount")
-            elif name not in wanted and state is Mount.ON:
+            elif name not in wanted and state in (Mount.ON, Mount.PROVING) and not prove:
                 self._move(name, "drain")
 
     def ended(self, name: RoleName) -> None:

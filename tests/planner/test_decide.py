@@ -223,6 +223,14 @@ def test_a_phase_that_shifts_flips_a_worker_and_says_why() -> None:
     assert told.expected.attainment > told.now.attainment and len(told.alternatives) > 1
 
 
+@pytest.mark.parametrize("liars", [frozenset({"decode-0"}), frozenset({"decode-0", "decode-1", "decode-2"})])
+def test_who_does_not_prove_itself_is_not_asked_again_and_another_is(liars: frozenset[str]) -> None:
+    world = World(planner(replace(RULES, budget=4)), lambda now: heavy("prefill", 12.0), Pools(1, 3), liars=liars).run(200)
+    flips = [action.worker for _, action in world.actions if isinstance(action, Flip)]
+    assert len(flips) == len(set(flips)) and set(flips) >= liars
+    assert world.sizes[-1].prefill == (1 if len(liars) == 3 else 3)
+
+
 def test_who_died_in_between_is_not_undone() -> None:
     """A growth that timed out is taken back to what there was, though a worker is just being started again: the launcher would otherwise
     take one that serves."""

@@ -67,7 +67,7 @@ class House:
     async def probe(self, asker: str) -> Probed:
         return Probed("ready", BUSY, ("decode",), 0.0, 0)
 
-    async def set_roles(self, wanted: Sequence[str]) -> Mounts:
+    async def set_roles(self, wanted: Sequence[str], prove: bool = False) -> Mounts:
         mounts = Mounts("d0", "decode")
         mounts.wish(wanted)
         return mounts

@@ -42,6 +42,7 @@ class World:
     cold_s: float = 5.0  # how long a new worker serves badly
     starts: bool = True
     flips: bool = True
+    liars: frozenset[str] = frozenset()  # workers that do not prove themselves
     truth: float = 1.0  # tokens take so many times as long as the model says
     stale_from: float | None = None  # from then on no figures come
     now: float = 0.0
@@ -76,8 +77,11 @@ class World:
         if decision.action is not None:
             self._judge(decision.action, seen, rules)
             self.actions.append((self.now, decision.action))
-            self._obey(decision.action)
-            self.planner.acted(self.now)
+            if isinstance(decision.action, Flip) and decision.action.worker in self.liars:
+                self.planner.refused(self.now, "it lies")
+            else:
+                self._obey(decision.action)
+                self.planner.acted(self.now)
         self.planner.outcome(None, self.now)
         self.sizes.append(self.seen().sizes)
         if self.sizes[-1].decode < 1 or (rules.least.prefill and self.sizes[-1].prefill < 1):

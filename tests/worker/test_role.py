@@ -61,3 +61,24 @@ def test_an_illegal_move_names_state_and_event_and_changes_nothing() -> None:
         mounts.ended("prefill")
     assert mounts.serving == ("prefill",)
     assert {state for state, _ in MOVES} == set(Mount)
+
+
+def test_a_role_that_is_tried_accepts_work_and_is_not_told() -> None:
+    mounts = Mounts("w", "prefill")
+    mounts.wish(["decode"], prove=True)
+    assert (mounts.serving, mounts.draining) == (("prefill",), ()), "nothing drains, nothing is announced"
+    mounts.admit("decode")
+    mounts.admit("prefill")
+    mounts.wish(["decode"])
+    assert (mounts.serving, mounts.draining) == (("decode",), ("prefill",))
+
+
+def test_a_role_that_failed_its_proof_drains_and_is_refused() -> None:
+    mounts = Mounts("w", "prefill")
+    mounts.wish(["decode"], prove=True)
+    mounts.wish(["prefill"])
+    assert (mounts.serving, mounts.draining) == (("prefill",), ("decode",))
+    with pytest.raises(BatonError, match="does not serve decode"):
+        mounts.admit("decode")
+    mounts.ended("decode")
+    assert mounts.draining == ()
