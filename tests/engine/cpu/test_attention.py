@@ -150,24 +150,22 @@ class Case:
         return self.expected_within(how)[0]
 
     def expected_within(self, how: LayerAttention = PLAIN) -> tuple[Tensor, Tensor]:
-        """The answer in float64, one query and one head at a time, and how far float32 (with bfloat16's rounding) may be from it:
-        [T, Hq * Dv] each."""
+        """The answer in float64, one query at a time, and how far float32 (with bfloat16's rounding) may be from it: [T, Hq * Dv] each."""
         rows, bounds, group = [], [], self.shape.heads // self.shape.kv_heads
-        queries = iter(self.q.double())
+        scale = self.shape.dim**-0.5 if how.scale is None else how.scale
+        queries = iter(self.q.double().view(len(self.q), self.shape.kv_heads, group, -1))
         for span, kv in zip(self.spans, self.kv, strict=True):
+            parts = kv[:, 0], kv[:, -1, :, : self.shape.value_dim or self.shape.dim]
+            keys, values = (part.double().transpose(0, 1) for part in parts)  # [Hkv, positions, D or Dv]
             for position in range(span.start, span.start + span.n):
                 query = next(queries)
-                first = 0 if how.window is None else max(0, position + 1 - how.window)
-                for head in range(self.shape.heads):
-                    seen = kv[first : position + 1, :, head // group].double()  # [keys, P, D]
-                    values = seen[:, -1, : self.shape.value_dim or self.shape.dim]
-                    scale = self.shape.dim**-0.5 if how.scale is None else how.scale
-                    scores = seen[:, 0] @ query[head] * scale
-                    terms = seen[:, 0].abs() @ query[head].abs() * scale
-                    if how.softcap is not None:
-                        scores = how.softcap * torch.tanh(scores / how.softcap)
-                    rows.append(scores.softmax(dim=0) @ values)
-                    bounds.append(error_bound(scores, terms, values, self.shape, how.softcap or 0.0))
+                seen = slice(0 if how.window is None else max(0, position + 1 - how.window), position + 1)
+                scores = query @ keys[:, seen].mT * scale  # [Hkv, group, keys]
+                terms = query.abs() @ keys[:, seen].abs().mT * scale
+                if how.softcap is not None:
+                    scores = how.softcap * torch.tanh(scores / how.softcap)
+                rows.append(scores.softmax(dim=-1) @ values[:, seen])
+                bounds.append(error_bound(scores, terms, values[:, seen], self.shape, how.softcap or 0.0))
         return torch.stack(rows).view(len(self.q), -1), torch.stack(bounds).view(len(self.q), -1)
 
     def check(self, how: LayerAttention = PLAIN) -> None:
@@ -185,9 +183,10 @@ class Case:
 
 
 def error_bound(scores: Tensor, terms: Tensor, values: Tensor, shape: Shape, softcap: float) -> Tensor:
-    """How far rounding alone can move the answer of one query: [Dv].
+    """How far rounding alone can move the answer of one query: [Hkv, group, Dv].
 
-    scores: [keys]; terms: Σ |q| |k| · scale of each; values: [keys, Dv]. With p = softmax(scores) and o = p · values, to first order in u:
+    scores: [Hkv, group, keys]; terms: Σ |q| |k| · scale of each; values: [Hkv, keys, Dv]. With p = softmax(scores) and o = p · values, to
+    first order in u:
 
     - A score is a sum of `dim` products of two rounded factors. If there is a cap, it is applied (an exponential, a sum, a quotient and a
       difference of numbers up to 2 · cap); then the greatest score is subtracted. So a score is wrong by at most
@@ -205,15 +204,17 @@ def error_bound(scores: Tensor, terms: Tensor, values: Tensor, shape: Shape, sof
     def steps(n: int) -> float:
         return min(n, 7 * math.sqrt(n))
 
-    u, p = U[torch.float32], scores.softmax(dim=0)
-    o = p @ values
-    wrong = u * (steps(shape.dim + 2) * terms + 12 * softcap + (scores - scores.max()).abs() + 4)
+    u, p = U[torch.float32], scores.softmax(dim=-1)
+    o, size = p @ values, p @ values.abs()
+    wrong = u * (steps(shape.dim + 2) * terms + 12 * softcap + (scores - scores.amax(dim=-1, keepdim=True)).abs() + 4)
     wrong += (U[shape.dtype] if shape.stored else 0) * terms
-    bound = (p * wrong) @ (values - o).abs() + u * (steps(len(p)) + 1) * (p @ values.abs() + o.abs())
+    heads = zip((p * wrong).split(1, dim=1), o.split(1, dim=1), strict=True)  # one after another: their distances fit into a cache
+    moved = torch.cat([weights @ (values - mean).abs() for weights, mean in heads], dim=1)
+    bound = moved + u * (steps(p.shape[-1]) + 1) * (size + o.abs())
     if shape.stored:
-        bound += U[shape.dtype] * (p @ values.abs())
+        bound += U[shape.dtype] * size
     if shape.dtype == torch.bfloat16:
-        bound += U[torch.bfloat16] * (p @ values.abs() + 2 * o.abs())
+        bound += U[torch.bfloat16] * (size + 2 * o.abs())
     return bound
 
 
