@@ -323,7 +323,7 @@ async def test_a_killed_process_is_restarted_under_its_name(launch: Launch, temp
 async def test_a_hung_process_is_killed_and_restarted(launch: Launch, template: Any, tmp_path: Path, how: str) -> None:
     launcher = await launch(rule=replace(RULE, hang_s=1.0))
     await launcher.add(template(), 1)  # sends no pulses at all, like a program that is not ours
-    await launcher.add(template(how, role="prefill"), 1)
+    await launcher.add(template(how, role="prefill", grace_s=0.5), 1)
     first, other = await born(tmp_path, "prefill-0"), await born(tmp_path, "decode-0")
     second = await born(tmp_path, "prefill-0", times=2)
     assert second["pid"] != first["pid"] and not alive(first["pid"]) and second["at"] - first["at"] >= 1.0
@@ -336,7 +336,7 @@ async def test_a_hung_process_is_killed_and_restarted(launch: Launch, template: 
 async def test_a_briefly_silent_process_is_not_killed(launch: Launch, template: Any, tmp_path: Path) -> None:
     """Negative control for the test above: the same silence, but within the limit."""
     launcher = await launch(rule=replace(RULE, hang_s=30.0))
-    await launcher.add(template("hang"), 1)
+    await launcher.add(template("hang", grace_s=0.5), 1)
     process = await born(tmp_path, "decode-0")
     await asyncio.sleep(1.5)
     assert (await state_of(launcher, "decode-0")).pid == process["pid"]
