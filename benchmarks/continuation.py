@@ -43,8 +43,8 @@ TYPES: dict[str, dict[str, Any]] = {
     "int4": {"weight_dtype": "int4"},
     "float32/int8": {"kv_dtype": "int8"},
     "bfloat16/int8": {"dtype": "bfloat16", "kv_dtype": "int8"},
-    "float32/int4": {"kv_dtype": "int4"},
-    "bfloat16/int4": {"dtype": "bfloat16", "kv_dtype": "int4"},
+    "float32/int5": {"kv_dtype": "int5"},
+    "bfloat16/int5": {"dtype": "bfloat16", "kv_dtype": "int5"},
 }
 MOST_GUESSES, BRANCHES = 6, 3
 TOPICS = (

@@ -41,8 +41,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "int4, the rest bfloat16": {"weight_dtype": "int4", "dtype": "bfloat16"},
     "KV int8": {"kv_dtype": "int8"},
     "bfloat16, KV int8": {"dtype": "bfloat16", "kv_dtype": "int8"},
-    "KV int4": {"kv_dtype": "int4"},
-    "bfloat16, KV int4": {"dtype": "bfloat16", "kv_dtype": "int4"},
+    "KV int5": {"kv_dtype": "int5"},
+    "bfloat16, KV int5": {"dtype": "bfloat16", "kv_dtype": "int5"},
 }
 BATCH, BLOCK = 16, 16
 

@@ -174,7 +174,7 @@ HOMES = {
     "llguidance": ("baton/engine/grammars/library.py",),
     "llvmlite": tuple(
         f"baton/engine/cpu/{name}.py"
-        for name in ("amx", "amx_int4", "amx_products", "dots", "features", "group_tile", "nibbles", "primitives", "softmax", "tile")
+        for name in ("amx", "amx_int4", "amx_products", "dots", "features", "group_tile", "int5_dots", "primitives", "softmax", "tile")
     ),
     "triton": ("baton/engine/gpu/triton_",),
     "flashinfer": ("baton/engine/gpu/flashinfer_backend.py",),

@@ -30,7 +30,7 @@ class Sizing:
     longest: Annotated[int | None, typer.Option(min=1, help="Most tokens of a sequence: what room for all at once loses.")] = None
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a decode step.")] = 32
     weight_bits: Annotated[float, typer.Option(min=1, max=64, help="Of a weight, scales included.")] = 16
-    kv_bits: Annotated[float, typer.Option(min=1, max=64, help="Of a number of KV, scales included: engine.kv_dtype int4 has 5.")] = 16
+    kv_bits: Annotated[float, typer.Option(min=1, max=64, help="Of a number of KV, scales included: engine.kv_dtype int5 has 5.25.")] = 16
     block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block of KV.")] = 16
     link_gbps: Annotated[float, typer.Option(min=0.001, help="Gbit/s between a prefill and a decode worker.")] = 200
     price: Annotated[float | None, typer.Option(min=0, help="Of a GPU for an hour.")] = None

@@ -147,11 +147,11 @@ class EngineOptions(Section):
         " With int4, the matrix that makes logits is int8.",
         "baton.engine.runner",
     )
-    kv_dtype: Literal["auto", "int8", "int4"] = option(
+    kv_dtype: Literal["auto", "int8", "int5"] = option(
         "auto",
         "Type of the KV pool. auto: as model.dtype. int8: each token's key and value of a head are rounded to 255 levels, with a scale; the"
-        " same memory holds up to twice (bfloat16) or four times (float32) as many tokens. int4: 32 neighbours of these share 16 levels, a"
-        " scale and a shift; 3.2 or 6.4 times as many tokens. All workers must use the same type.",
+        " same memory holds up to twice (bfloat16) or four times (float32) as many tokens. int5: they are turned, so that none"
+        " stands out, and rounded to 32 levels; three or six times as many tokens. All workers must use the same type.",
         "baton.engine.build",
     )
     equal_arithmetic: bool = option(

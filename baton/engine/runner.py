@@ -97,6 +97,8 @@ class ModelRunner:
         self.layout = layout
         self.device = device
         self.vocab_size = model.config.vocab
+        if layout.stored == "int5":
+            model.turn_heads()
         self.eos_token_ids = model.config.eos_token_ids
         self.max_positions = model.config.max_positions
         self._paged: PagedKv | None = None

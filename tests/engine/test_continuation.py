@@ -21,7 +21,7 @@ from baton.engine.core.sequence import Sequence
 from baton.engine.runner import ModelRunner
 
 SPREAD = 0.2  # of the weights: with smaller ones attention is such a small part of the sum that its last bits are rounded away
-TYPES = ("float32", "bfloat16", "int8", "int4", "bfloat16/int8", "bfloat16/int4")  # the last: with KV as int8 and as int4
+TYPES = ("float32", "bfloat16", "int8", "int4", "bfloat16/int8", "bfloat16/int5")  # the last: with KV as int8 and as int5
 PROMPT, OUTPUT = 270, 20  # more keys than a kernel meets at a time; windows end within the prompt
 IN_EVERY_TYPE = ("LlamaForCausalLM", "Gemma2ForCausalLM", "Qwen3MoeForCausalLM")
 CASES = [(family, kind) for family in FAMILIES for kind in (TYPES if family in IN_EVERY_TYPE else ("bfloat16",))]
@@ -95,7 +95,7 @@ def test_output_that_is_taken_for_a_prompt_has_other_bits(kind: str) -> None:
     assert differ(loaded("LlamaForCausalLM", kind, scale=8, products="baton", spread=SPREAD), knows=False) > 0
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int4", "float32/int8", "float32/int4"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int4", "float32/int8", "float32/int5"])
 def test_disturbed_streams_of_the_shipped_model_have_the_bits_of_undisturbed_ones(kind: str) -> None:
     runner = load_runner(ModelRunner, SHIPPED, products="baton", **continuation.TYPES[kind])
     check(runner, continuation.asked(SHIPPED, 2))

@@ -43,7 +43,7 @@ FORM = Grammar(
 )
 MAX_LEN, MAX_QUEUE, CHUNK = 512, 12, 64  # PROMPT is computed in three chunks
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here (make test-vllm)")
-KINDS = ["toy", "tale", "drafting", "int8 kv", "int4 kv", pytest.param("vllm", marks=needs_vllm)]
+KINDS = ["toy", "tale", "drafting", "int8 kv", "int5 kv", pytest.param("vllm", marks=needs_vllm)]
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
@@ -60,7 +60,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         options = options.but(kind="vllm", device=VLLM_DEVICE, vllm={"enforce_eager": True}, batch_invariant=VLLM_INVARIANT)
     if request.param == "drafting":
         options = options.but(speculation="prompt_lookup")
-    if request.param in ("int8 kv", "int4 kv"):
+    if request.param in ("int8 kv", "int5 kv"):
         options = options.but(kv_dtype=request.param.removesuffix(" kv"))
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "drafting":
@@ -72,7 +72,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 async def _bench(options: Options, path: Path, kind: str) -> AsyncIterator[Bench]:
     made = await started(options)
     made.tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    made.separates_output = kind in ("tale", "drafting", "int8 kv", "int4 kv")
+    made.separates_output = kind in ("tale", "drafting", "int8 kv", "int5 kv")
     yield made
     counts = (await made.quiet()).counts
     assert not made.failures and (kind != "drafting" or counts.accepted_tokens > 0)

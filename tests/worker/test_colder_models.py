@@ -28,10 +28,10 @@ def prompt(number: int) -> list[int]:
     [
         {"kv_memory_mib": 5},
         {"kv_memory_mib": 1.5, "kv_dtype": "int8"},
-        {"kv_memory_mib": 0.8, "kv_dtype": "int4"},
+        {"kv_memory_mib": 0.8, "kv_dtype": "int5"},
         {"kv_memory_mib": 6, "speculation": "draft", "draft_model": str(SHIPPED.with_name("tale-draft"))},
     ],
-    ids=["keys and values", "numbers and scales", "rows of int4", "the draft's, too"],
+    ids=["keys and values", "numbers and scales", "rows of int5", "the draft's, too"],
 )
 async def test_what_was_loaded_gives_the_tokens_of_what_was_computed(tmp_path: Path, of_a_block: dict[str, Any]) -> None:
     options = Options.of(SHIPPED, threads=1, max_model_len=LONGEST, **of_a_block)

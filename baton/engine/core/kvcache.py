@@ -16,12 +16,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from baton.engine.core.int4_rows import row_bytes
+from baton.engine.core.int5_rows import row_bytes
 from baton.engine.core.pages import in_huge_pages
 
 DIGEST_BYTES = 16
-# uint8: bytes that an engine reads as fp8, or as int4
+# uint8: bytes that an engine reads as fp8, or as int5
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int8": 1, "uint8": 1}
+SCALES = {"int8": "float32", "int5": "bfloat16"}  # the type in which numbers are stored → that of their scales
 
 
 PROBE_BYTES = 4 << 20  # of one probe of a transport: enough to measure a rate, and soon read
@@ -70,7 +71,7 @@ class KvLayout:
     parts: int = 2  # 2: a key and a value; 1: one vector that is both (multi-head latent attention)
     value_dim: int = 0  # how many leading numbers of that one vector are the value; 0: all head_dim of them
     packing: str = ""  # how an engine that is not ours arranges the numbers of a (layer, head) within a block; its version and kernels
-    # Type of the numbers in the pool if it is not `dtype`: int8, each token of a head with a float32 scale; int4, see `int4_rows`.
+    # Type of the numbers in the pool if it is not `dtype`: int8, each token of a head with a float32 scale; int5, see `int5_rows`.
     stored: str = ""
     draft: DraftKv | None = None  # None: nothing that drafts has keys and values
 
@@ -80,14 +81,14 @@ class KvLayout:
 
     @property
     def views(self) -> dict[str, View]:
-        """`kv`: the numbers, `[L, P, Hkv, bs, D]`, or rows of int4, `[L, P, Hkv, bs, bytes]`; `scales`, if there are any: what they are
+        """`kv`: the numbers, `[L, P, Hkv, bs, D]`, or rows of int5, `[L, P, Hkv, bs, bytes]`; `scales`, if there are any: what they are
         multiplied by, `[L, P, Hkv, bs]`; `draft`, if another model drafts: its numbers, `[L, P, Hkv, bs, D]` with its own sizes."""
         found = {"kv": View(self.stored or self.dtype, self.block_shape, 0)}
-        if self.stored == "int4":
+        if self.stored == "int5":
             found = {"kv": View("uint8", (*self.block_shape[:-1], row_bytes(self.head_dim)), 0)}
         end = found["kv"].nbytes
-        if self.stored == "int8":
-            found["scales"] = View("float32", self.block_shape[:-1], _whole_lines(end))
+        if self.stored:
+            found["scales"] = View(SCALES[self.stored], self.block_shape[:-1], _whole_lines(end))
             end = found["scales"].offset + found["scales"].nbytes
         if self.draft is not None:
             d = self.draft

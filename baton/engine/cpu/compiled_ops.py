@@ -1,7 +1,7 @@
 """The operations of a layer on compiled kernels.
 
 Importing this module compiles them, which takes seconds, or loads what an earlier process compiled; those of experts, int8, int4, groups
-and KV as int8 are compiled when the first model that needs them is loaded. The import fails if Numba cannot
+and KV as int8 or int5 are compiled when the first model that needs them is loaded. The import fails if Numba cannot
 compile for this processor, or if torch's threads are not GNU's OpenMP; `baton.engine.choice.choose_ops` then keeps plain torch.
 """
 
@@ -40,10 +40,10 @@ class CompiledOps(Ops):
     def attention(self, stored: str) -> Kernels | None:
         if not stored:
             return ATTENTION
-        if stored == "int4":
-            from baton.engine.cpu import kv_int4
+        if stored == "int5":
+            from baton.engine.cpu import kv_int5
 
-            return kv_int4.ATTENTION
+            return kv_int5.ATTENTION
         from baton.engine.cpu import kv_int8
 
         return kv_int8.ATTENTION
@@ -90,6 +90,11 @@ class CompiledOps(Ops):
             return super().rotate_(qk, rotation)
         pointwise.rotate(qk, rotation.contiguous())
         return None
+
+    def turn_(self, x: Tensor, size: int) -> None:
+        if x.stride(2) != 1:
+            return super().turn_(x, size)
+        return pointwise.turn(x, size)
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         from baton.engine.cpu import int8

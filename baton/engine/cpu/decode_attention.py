@@ -1,8 +1,8 @@
 """Compiled attention of decodes, which reads the pool's blocks in place, and the compiled store of new keys and values.
 
 Numbers in the pool are of the model's type, or (`baton.engine.cpu.kv_int8`) rounded, with a scale for each token of a head: then a score is
-multiplied by its key's scale, and a weight by its value's, so that no number is multiplied one by one. Or (`baton.engine.cpu.kv_int4`) they
-are rows of int4, whose numbers are made in registers.
+multiplied by its key's scale, and a weight by its value's, so that no number is multiplied one by one. In rows of int5
+(`baton.engine.cpu.kv_int5`) levels become numbers in registers.
 
 Letters in shapes are those of `baton.engine.model.attention`.
 """
@@ -14,11 +14,11 @@ from numba import njit, types
 from numba.extending import overload
 from torch import Tensor
 
-from baton.engine.core.int4_rows import FACTOR_BYTES, GROUP, LEVEL_BYTES
-from baton.engine.cpu import nibbles
+from baton.engine.core.int5_rows import GROUP, GROUP_BYTES
+from baton.engine.cpu import int5_dots
 from baton.engine.cpu.dots import KEYS, QUERIES, VECTORS, add_values, score_keys
+from baton.engine.cpu.int5_dots import add_group, pack_row, score_rows
 from baton.engine.cpu.kernel import INT, REAL, int64s, kernel, numbers
-from baton.engine.cpu.nibbles import add_group, pack_row, score_rows
 from baton.engine.cpu.primitives import SUMS, ZERO, prefetch, put, round_row, share, team, wide
 from baton.engine.cpu.softmax import weigh
 from baton.engine.cpu.tile import LANES
@@ -52,7 +52,7 @@ def has_any(scales: Any) -> bool:
 
 
 def is_packed(pool: Any) -> bool:
-    """Whether this (Numba's) type is that of rows of int4."""
+    """Whether this (Numba's) type is that of rows of int5."""
     return bool(pool.dtype == types.uint8)
 
 
@@ -77,7 +77,7 @@ def width_of(pool, dim):
 
 @overload(width_of)
 def _width_of(pool, dim):
-    return (lambda pool, dim: -(-dim // GROUP) * (LEVEL_BYTES + FACTOR_BYTES)) if is_packed(pool) else lambda pool, dim: dim
+    return (lambda pool, dim: -(-dim // GROUP) * GROUP_BYTES) if is_packed(pool) else lambda pool, dim: dim
 
 
 @njit
@@ -126,10 +126,10 @@ def _score_by(pool, at, head, count, dim, query, scores):
 
     def packed(pool, at, head, count, dim, query, scores):
         (group, far), apart, groups, width = query.shape, scores.shape[1], -(-dim // GROUP), width_of(pool, dim)
-        for i in range(0, _whole(count), nibbles.KEYS):
-            _fetch(pool, at, head, width, i + AHEAD, min(i + AHEAD + nibbles.KEYS, count))
-            for g in range(0, group, nibbles.QUERIES):
-                score_rows(pool, at[i:], head, groups, query[g], far, min(nibbles.QUERIES, group - g), scores[g, i:], apart)
+        for i in range(0, _whole(count), int5_dots.KEYS):
+            _fetch(pool, at, head, width, i + AHEAD, min(i + AHEAD + int5_dots.KEYS, count))
+            for g in range(0, group, int5_dots.QUERIES):
+                score_rows(pool, at[i:], head, groups, query[g], far, min(int5_dots.QUERIES, group - g), scores[g, i:], apart)
 
     return packed if is_packed(pool) else plain
 
@@ -155,15 +155,15 @@ def _sum_values_by(pool, at, head, count, dims, weights, sums):
                 d += max(vectors, 1) * LANES
 
     def packed(pool, at, head, count, dims, weights, sums):
-        (group, apart), far, groups, width = sums.shape, weights.shape[1], -(-dims[0] // GROUP), width_of(pool, dims[0])
+        (group, apart), far, width = sums.shape, weights.shape[1], width_of(pool, dims[0])
         sums[:] = ZERO
         for i in range(0, count, VALUES):
             _fetch(pool, at, head, width, i + AHEAD, min(i + AHEAD + VALUES, count))
             some = min(VALUES, count - i)
             for part in range(-(-dims[1] // GROUP)):
-                for g in range(0, group, nibbles.QUERIES):
-                    rows = min(nibbles.QUERIES, group - g)
-                    add_group(pool, at[i:], head, groups, part, some, weights[g, i:], far, rows, sums[g, part * GROUP :], apart)
+                for g in range(0, group, int5_dots.QUERIES):
+                    rows = min(int5_dots.QUERIES, group - g)
+                    add_group(pool, at[i:], head, part, some, weights[g, i:], far, rows, sums[g, part * GROUP :], apart)
 
     return packed if is_packed(pool) else plain
 
@@ -188,7 +188,7 @@ def _scale_by(scores, scales, table, first, count, where, room):
         while i < count:
             base, some = table[block] * apart + start + slot, min(block_size - slot, count - i)
             for j in range(some):
-                room[i + j] = scales[base + j]
+                room[i + j] = wide(scales[base + j])
             i, block, slot = i + some, block + 1, 0
         for g in range(len(scores)):
             for i in range(count):
@@ -225,7 +225,7 @@ def _keep_in(pool, scales, numbers, slot, spot):
         scales[spot] = round_row(numbers, 0, pool[slot : slot + len(numbers)])
 
     def packed(pool, scales, numbers, slot, spot):
-        pack_row(numbers, pool, slot)
+        put(scales, spot, pack_row(numbers, pool, slot))
 
     return packed if is_packed(pool) else rounded if has_any(scales) else as_it_is
 

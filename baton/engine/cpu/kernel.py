@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 C_FUNCTION = types.void(types.CPointer(types.int64))
 SHARED_FROM = 1 << 16  # numbers to compute; for fewer, waking the other threads costs more than they save
-KERNELS = {ALL: 16, "experts": 5, "groups": 10, "int4": 1, "int8": 3, "kv_int4": 3, "kv_int8": 3}  # that each group has
+KERNELS = {ALL: 17, "experts": 5, "groups": 10, "int4": 1, "int8": 3, "kv_int5": 3, "kv_int8": 3}  # that each group has
 _numbers = defaultdict[str, "itertools.count[int]"](lambda: itertools.count(1))  # group → of its kernels that this process has made
 
 
@@ -84,9 +84,9 @@ def int32s(*dims: str, optional: bool = False) -> Array:
     return Array(torch.int32, "int32", dims, optional=optional)
 
 
-def bfloat16s(*dims: str) -> Array:
+def bfloat16s(*dims: str, strided: int = 0) -> Array:
     """The kernel sees their bits."""
-    return Array(torch.bfloat16, "uint16", dims)
+    return Array(torch.bfloat16, "uint16", dims, strided)
 
 
 def float16s(*dims: str) -> Array:

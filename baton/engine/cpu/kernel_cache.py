@@ -33,7 +33,7 @@ from baton.engine.cpu.features import FEATURES, compiler, target
 VARIABLE = "BATON_KERNEL_CACHE"  # names the root
 HERE = Path(__file__).parent
 OWN = Path(__file__)  # has the key of every file of this folder
-GROUPS = "experts", "groups", "int4", "int8", "kv_int4", "kv_int8"  # files whose kernels only some models need; the others belong to ALL
+GROUPS = "experts", "groups", "int4", "int8", "kv_int5", "kv_int8"  # files whose kernels only some models need; the others belong to ALL
 ALL = "all"
 MOST_KEYS = 16  # the folders of older keys are removed, those last used first
 WITHIN_S = 300.0  # for another process to compile one kernel; then this one compiles it, too

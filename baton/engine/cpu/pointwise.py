@@ -82,6 +82,33 @@ def rotate(x, x_stride0, x_stride1, rotation, rows, heads, dim):
                 put(pairs, 2 * i + 1, real * sine + imaginary * cosine)
 
 
+@njit(error_model="numpy")
+def _butterflies(values, size):
+    """Sums and differences of numbers that lie 1, 2, 4 … apart, within every `size` of them."""
+    apart = 1
+    while apart < size:
+        for first in range(0, len(values), 2 * apart):
+            for i in range(first, first + apart):
+                one, other = values[i], values[i + apart]
+                values[i], values[i + apart] = one + other, one - other
+        apart *= 2
+
+
+@kernel("rows * heads * dim * 8", x=numbers("rows", "heads", "dim", strided=2), size=INT)
+def turn(x, x_stride0, x_stride1, rows, heads, dim, size):
+    """See `baton.engine.model.ops.Ops.turn_`."""
+    first, last = share(rows)
+    values, scale = np.empty(dim, np.float32), ONE / np.float32(math.sqrt(size))
+    for row in range(first, last):
+        for head in range(heads):
+            numbers_of = x[row * x_stride0 + head * x_stride1 :]
+            for i in range(dim):
+                values[i] = wide(numbers_of[i])
+            _butterflies(values, size)
+            for i in range(dim):
+                put(numbers_of, i, values[i] * scale)
+
+
 @kernel("rows * width", table=numbers("entries", "width"), ids=int64s("rows"), out=numbers("rows", "width"), scale=REAL)
 def embed(table, entries, ids, out, rows, width, scale):
     """Rows of the table, times `scale`. NaN for an id that is not in it."""

@@ -5,7 +5,7 @@ gives their scores, which stay in the caches, a softmax makes them weights, and 
 shrinks when a greater score is found. Keys are always cut at the same places, and a key that a query does not see adds exactly nothing:
 the result for a token does not depend on the span in which it is computed, bit for bit.
 
-Rounded numbers (`baton.engine.cpu.kv_int8`, `kv_int4`) become those that they stand for while they are copied into panels.
+Rounded numbers (`baton.engine.cpu.kv_int8`, `kv_int5`) become those that they stand for while they are copied into panels.
 
 Letters in shapes are those of `baton.engine.model.attention`.
 """
@@ -15,15 +15,15 @@ from numba import njit
 from numba.extending import overload
 from torch import Tensor
 
-from baton.engine.core.int4_rows import GROUP
+from baton.engine.core.int5_rows import GROUP, GROUP_BYTES
 from baton.engine.cpu import amx
 from baton.engine.cpu.amx import begin_tiles, end_tiles
 from baton.engine.cpu.amx_products import add_rows_by_tiles
 from baton.engine.cpu.decode_attention import EVERYTHING, has_any, in_rows, is_packed, width_of
 from baton.engine.cpu.dots import lay_values, turn_keys
+from baton.engine.cpu.int5_dots import widen_group
 from baton.engine.cpu.kernel import INT, REAL, int64s, kernel, numbers
-from baton.engine.cpu.nibbles import widen_group
-from baton.engine.cpu.primitives import LINE, LOG2_E, ONE, SUMS, ZERO, exp, from_line, given, put, room_for, share, team, wait
+from baton.engine.cpu.primitives import LINE, LOG2_E, ONE, SUMS, ZERO, exp, from_line, given, put, room_for, share, team, wait, wide
 from baton.engine.cpu.softmax import cap, greatest_score, powers
 from baton.engine.cpu.tile import LANES, OUTS, add_rows, group_of
 from baton.engine.model.attention import CUT as KEYS
@@ -216,8 +216,9 @@ def _scaled_by(rows, scales, at, dim, apart, plain):
     def unpacked(rows, scales, at, dim, apart, plain):
         groups = -(-dim // GROUP)
         for o in range(OUTS):
+            scale = wide(scales[spot_of(at[o] // (groups * GROUP_BYTES), apart[0], apart[1])])
             for g in range(groups):
-                widen_group(rows, at[o], groups, g, plain, (o * groups + g) * GROUP)
+                widen_group(rows, at[o], g, scale, plain, (o * groups + g) * GROUP)
             at[o] = o * groups * GROUP
         return plain
 

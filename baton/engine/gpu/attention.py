@@ -3,6 +3,7 @@ a model is given. All kinds read the head-major pool `[N, L, P, Hkv, bs, D]` in 
 """
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -21,10 +22,11 @@ class Rounded(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """One layer of a pool of int4, or all of it."""
+    """One layer of a pool of int5, or all of it."""
 
     rows: Tensor  # [N, P, Hkv, bs, bytes] uint8, or [N, L, P, Hkv, bs, bytes]
     dim: int  # numbers of a row
+    scales: Tensor  # [N, P, Hkv, bs] bfloat16, or [N, L, P, Hkv, bs]
 
 
 Layer = Tensor | Rounded | Packed  # a tensor: numbers of the model's type
@@ -34,8 +36,7 @@ def parts_of(layer: Layer) -> tuple[Tensor, Tensor]:
     """The numbers and the scales; those of numbers that have none are not read."""
     if isinstance(layer, Rounded):
         return layer
-    numbers = layer.rows if isinstance(layer, Packed) else layer
-    return numbers, numbers
+    return (layer.rows, layer.scales) if isinstance(layer, Packed) else (layer, layer)
 
 
 class DeviceAttention:
@@ -54,9 +55,9 @@ class DeviceAttention:
         scales: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`pool` `[N, L, P, Hkv, bs, D]`, each block contiguous; `heads`: Hq; `value_dim`: Dv, 0 if it is D; `scales` `[N, L, P, Hkv, bs]`
-        and the queries' `dtype`, if the pool's numbers are rounded."""
-        numbers, dim = pool if isinstance(pool, Packed) else (pool, pool.shape[-1])
+        """`pool` `[N, L, P, Hkv, bs, D]`, each block contiguous; `heads`: Hq; `value_dim`: Dv, 0 if it is D; `scales` `[N, L, P, Hkv, bs]`,
+        if its numbers are int8, and the queries' `dtype`, if they are rounded."""
+        numbers, dim, scales = pool if isinstance(pool, Packed) else (pool, pool.shape[-1], scales)
         self.pool = numbers
         self.layers = tuple(layers)
         self.heads = heads
@@ -64,7 +65,7 @@ class DeviceAttention:
         self.inputs = inputs
         self.views: tuple[Layer, ...] = numbers.unbind(dim=1)  # [N, P, Hkv, bs, D] each
         if isinstance(pool, Packed):
-            self.views = tuple(Packed(rows, dim) for rows in numbers.unbind(dim=1))
+            self.views = tuple(map(Packed, numbers.unbind(dim=1), repeat(dim), pool.scales.unbind(dim=1)))
         elif scales is not None:
             self.views = tuple(map(Rounded, numbers.unbind(dim=1), scales.unbind(dim=1)))
         self.paged = PagedKv(numbers, value_dim, None, scales, dtype, dim)

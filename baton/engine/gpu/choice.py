@@ -23,7 +23,7 @@ BACKENDS = ("flashinfer", "flash_attn", "triton", "torch")  # best first
 FLASHINFER_HEADS = (64, 128, 256)
 FLASH_ATTN_BLOCK = 256
 MOST_REASON = 300  # characters
-INT4_HEAD = 128  # numbers of a head: wider ones spill registers
+INT5_HEAD = 128  # numbers of a head: wider ones spill registers
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -50,8 +50,8 @@ def why_not(backend: str, facts: Facts, found: Callable[[str], bool] = installed
     if not found(backend):
         return f"the package {backend} is not installed"
     if backend == "triton":
-        if facts.stored == "int4" and facts.head_dim > INT4_HEAD:
-            return f"it reads int4 of heads up to {INT4_HEAD} numbers, these have {facts.head_dim}"
+        if facts.stored == "int5" and facts.head_dim > INT5_HEAD:
+            return f"it reads int5 of heads up to {INT5_HEAD} numbers, these have {facts.head_dim}"
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return None if facts.device == "cuda" or interpreted else f"it needs a CUDA device, this is {facts.device!r}"
     if facts.device != "cuda":
@@ -125,7 +125,7 @@ def make_attention(
     """See `DeviceAttention`. Raises ValueError if `wanted` is unknown or not possible."""
     numbers, dim = pool if isinstance(pool, Packed) else (pool, pool.shape[-1])
     _, _, parts, _, size, _ = numbers.shape
-    stored = "int4" if isinstance(pool, Packed) else "" if scales is None else "int8"
+    stored = "int5" if isinstance(pool, Packed) else "" if scales is None else "int8"
     match choose(wanted, Facts(numbers.device.type, dtype or numbers.dtype, size, dim, parts, stored)):
         case "flashinfer":
             from baton.engine.gpu.flashinfer_backend import FlashInferAttention

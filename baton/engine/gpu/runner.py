@@ -110,7 +110,7 @@ class GpuRunner(ModelRunner):
         self._inputs = Inputs(capacity, self.layout.block_size, pool.num_blocks, self.device)
         self._sampler = Sampler(self.eos_token_ids, capacity.max_num_seqs, self.device, picking(self.device))
         config = self.model.config
-        kv = Packed(self.blocks, self.layout.head_dim) if self.layout.stored == "int4" else self.blocks
+        kv = Packed(self.blocks, self.layout.head_dim, found["scales"]) if self.layout.stored == "int5" else self.blocks
         self.attention: DeviceAttention = make_attention(
             backend, kv, config.attention, config.heads, self.layout.value_dim, self._inputs, found.get("scales"),
             DTYPES[self.layout.dtype],

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.engine.core.int4_rows import row_bytes
+from baton.engine.core.int5_rows import row_bytes
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence as Seq
@@ -33,8 +33,9 @@ def rehearse(
         seq.computed = len(seq.tokens) - n
         chunks.append(Chunk(seq, n))
     places = block + 1, len(kinds), facts.parts, kv_heads, facts.block_size
-    if facts.stored == "int4":
-        pool: Tensor | Packed = Packed(torch.zeros(*places, row_bytes(facts.head_dim), dtype=torch.uint8, device=device), facts.head_dim)
+    if facts.stored == "int5":
+        rows = torch.zeros(*places, row_bytes(facts.head_dim), dtype=torch.uint8, device=device)
+        pool: Tensor | Packed = Packed(rows, facts.head_dim, torch.zeros(places, dtype=torch.bfloat16, device=device))
     else:
         pool = torch.zeros(*places, facts.head_dim, dtype=DTYPES[facts.stored] if facts.stored else facts.dtype, device=device)
     scales = torch.zeros(places, device=device) if facts.stored == "int8" else None

@@ -1,6 +1,6 @@
 """Attention over the paged pool in Triton: for any block size, grouped or multi-query heads, sliding windows, soft-capped scores, and the
 one-vector KV of multi-head latent attention. The pool's numbers are of the model's type, or `Rounded`: then a score is multiplied by its
-key's scale, and a weight by its value's. Or they are `Packed`, and become numbers as they are read.
+key's scale, and a weight by its value's. So it is if they are `Packed`: levels become numbers as they are read.
 
 Kernels take the strides of one layer's slice of the pool, `[N, P, Hkv, bs, D]`: nothing is copied, and any memory order with D innermost
 works. A key after a sequence's last token is never loaded, so whatever is there, NaN included, has no effect.
@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.core.int4_rows import groups_of
+from baton.engine.core.int5_rows import groups_of
 from baton.engine.gpu.attention import Layer, Packed, Rounded, parts_of
 from baton.engine.gpu.device import capability
 from baton.engine.gpu.tiles import Head, decode_tile, prefill_tile
-from baton.engine.gpu.triton_int4 import numbers_of
+from baton.engine.gpu.triton_int5 import levels_of
 from baton.engine.model.checkpoint import LayerAttention
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -47,9 +47,9 @@ def _keys_at(base, table, pos, seen, kv_head, block_stride, head_stride, slot_st
 
 @triton.jit
 def _read(at, d, inside, dtype, GROUPS: tl.constexpr):
-    """Numbers `d` of what is at `at`; GROUPS of a row of int4, else 0."""
+    """Numbers `d` of what is at `at`; GROUPS of a row of int5, else 0."""
     if GROUPS > 0:
-        return numbers_of(at, d, inside, GROUPS).to(dtype)
+        return levels_of(at, d, inside).to(dtype)
     else:
         return tl.load(at + d, mask=inside, other=0).to(dtype)
 
@@ -431,6 +431,6 @@ def _shape(q: Tensor, layer: Layer, dv: int) -> dict[str, int]:
         "DR": rest,
         "DR_PAD": max(16, triton.next_power_of_2(rest)),
         "SHARED": parts == 1,
-        "ROUNDED": isinstance(layer, Rounded),
+        "ROUNDED": isinstance(layer, Rounded | Packed),
         "GROUPS": groups_of(q.shape[2]) if isinstance(layer, Packed) else 0,
     }

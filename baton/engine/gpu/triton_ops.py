@@ -10,6 +10,7 @@ from baton.engine.model.ops import Multiply, Ops
 from baton.engine.model.quantised.matrix import Quantised
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+MOST_TURNED = 128  # numbers, of which one program holds a matrix
 MOST_FUSED = 16384  # widest row that one program holds
 
 
@@ -59,6 +60,20 @@ def _rotate_kernel(
     tl.store(x + 1, (real * sin + imaginary * cos).to(qk.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _turn_kernel(x, x_token, x_head, scale, SIZE: tl.constexpr):
+    first = x + tl.program_id(0).to(tl.int64) * x_token + tl.program_id(1) * x_head + tl.program_id(2) * SIZE
+    i = tl.arange(0, SIZE)
+    both = i[:, None] & i[None, :]
+    both = both ^ (both >> 4)
+    both = both ^ (both >> 2)
+    odd = (both ^ (both >> 1)) & 1  # the bits that two places share: Hadamard's matrix is -1 there
+    numbers = tl.load(first + i).to(tl.float32)
+    turned = tl.sum(tl.where(odd == 0, numbers[:, None], -numbers[:, None]), 0) * scale
+    tl.debug_barrier()  # all have been read
+    tl.store(first + i, turned.to(x.dtype.element_ty))
+
+
 class TritonOps(Ops):
     def stored_multiplier(self, matrix: Quantised, bias: Tensor | None, device: torch.device) -> Multiply | None:
         return triton_groups.Product(matrix, bias, device) if triton_groups.fits(matrix) else None
@@ -97,6 +112,13 @@ class TritonOps(Ops):
                 PAIRS=dim // 2,
                 PAIRS_PAD=triton.next_power_of_2(dim // 2),
             )
+
+    def turn_(self, x: Tensor, size: int) -> None:
+        tokens, heads, dim = x.shape
+        if size > MOST_TURNED or x.stride(2) != 1:
+            super().turn_(x, size)
+        elif tokens:
+            _turn_kernel[(tokens, heads, dim // size)](x, x.stride(0), x.stride(1), size**-0.5, SIZE=size)
 
 
 def _gated(gate_up: Tensor, tanh: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Triton kernel that writes new keys and values into their slots of the pool, rounded if the pool is of int8 or (`triton_int4`) int4.
+"""The Triton kernel that writes new keys and values into their slots of the pool, rounded if the pool is of int8 or (`triton_int5`) int5.
 
 Letters in shapes are those of `baton.engine.gpu.triton_attention`.
 """
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.gpu import triton_int4
+from baton.engine.gpu import triton_int5
 from baton.engine.gpu.attention import Layer, Packed, Rounded, parts_of
 
 LEVELS = tl.constexpr(127.0)  # up to which a row is rounded
@@ -85,7 +85,7 @@ def store(kv: Tensor, layer: Layer, slots: Tensor, tails: Tensor, sources: Tenso
     on its tokens.
     """
     if isinstance(layer, Packed):
-        triton_int4.store(kv, layer, slots, tails, sources)
+        triton_int5.store(kv, layer, slots, tails, sources)
         return
     _, parts, heads, dim = kv.shape
     numbers, scales = parts_of(layer)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.model.checkpoint import LayerAttention
-from baton.engine.model.int4_rows import pack, unpack
+from baton.engine.model.int5_rows import pack, unpack
 from baton.engine.model.sizes import rounded_up
 
 GROUP_BYTES = 32 << 20  # of keys and values gathered for one group of decodes
@@ -57,7 +57,7 @@ class Span(NamedTuple):
 
 
 class KvLayer(NamedTuple):
-    """Three views of one layer's slice of the pool. W is D or, if they are rows of int4, the bytes of one."""
+    """Three views of one layer's slice of the pool. W is D or, if they are rows of int5, the bytes of one."""
 
     blocks: Tensor  # [N, P, Hkv, bs, W]
     rows: Tensor  # [*, bs * W]: row (block · PLHkv + part · Hkv + head) is what one head has in one block
@@ -69,26 +69,28 @@ class KvLayer(NamedTuple):
     def read(self, rows: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The numbers of these rows `[n]`, `[n, bs * D]` of that type; `out`: room for them as they are stored."""
         stored = torch.index_select(self.rows, 0, rows, out=out)
-        if stored.dtype == torch.uint8:
-            width = self.slots.shape[1]
-            return unpack(stored.view(len(rows), -1, width), self.dim).to(dtype).reshape(len(rows), -1)
         if self.scales is None:
             return stored if stored.dtype == dtype else stored.to(dtype)
         scales = self.scales[rows // self.per_block, rows % self.per_block]  # [n, bs]
-        return (stored.view(*scales.shape, -1) * scales[:, :, None]).to(dtype).view(len(rows), -1)
+        numbers = stored.view(*scales.shape, -1)
+        if stored.dtype == torch.uint8:
+            numbers = unpack(numbers, self.dim)
+        return (numbers * scales[:, :, None]).to(dtype).view(len(rows), -1)
 
     def write(self, slots: Tensor, x: Tensor) -> None:
         """x `[n, D]` into slots `[n]`."""
-        if self.slots.dtype == torch.uint8:
-            self.slots.index_copy_(0, slots, pack(x))
-            return
         if self.scales is not None:
             size = self.scales.shape[2]
             rows, offsets = slots // size, slots % size
-            scales = (x.abs().amax(dim=1).float() / INT8).clamp_(min=torch.finfo(torch.float32).tiny)  # of a token of a head
+            x, scales = (pack if self.slots.dtype == torch.uint8 else _rounded)(x)  # scales: of a token of a head
             self.scales[rows // self.per_block, rows % self.per_block, offsets] = scales
-            x = (x.float() * scales.reciprocal()[:, None]).round_()
         self.slots.index_copy_(0, slots, x.to(self.slots.dtype))
+
+
+def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `[n, D]` the numbers of int8, and their scales `[n]`."""
+    scales = (x.abs().amax(dim=1).float() / INT8).clamp_(min=torch.finfo(torch.float32).tiny)
+    return (x.float() * scales.reciprocal()[:, None]).round_(), scales
 
 
 @dataclass(frozen=True, slots=True)

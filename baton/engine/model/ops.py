@@ -95,6 +95,16 @@ class Ops:
             self.rotate_(precise, rotation)
             qk.copy_(precise)
 
+    def turn_(self, x: Tensor, size: int) -> None:
+        """Every `size` neighbours of a head of `[T, heads, D]`, a power of two, times the orthonormal Hadamard matrix of Sylvester's order,
+        in place and in float32. It turns them back, too. (Rotated before they are rounded, numbers have no outliers: QuaRot, Ashkboos et
+        al. 2024, arXiv 2404.00456.)"""
+        turned, apart = x.float().unflatten(-1, (-1, size)), 1
+        while apart < size:  # additions in an order that follows from the size alone
+            first, second = turned.unflatten(-1, (-1, 2, apart)).unbind(-2)
+            turned, apart = torch.stack((first + second, first - second), dim=-2).flatten(-3), 2 * apart
+        x.copy_(turned.flatten(-2) * size**-0.5)
+
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Each row of `[T, H]` in its own steps, 127 up to its greatest magnitude: uint8 `[T, H]` around 128, and float32 steps `[T]`."""
         precise = x.float()

@@ -28,6 +28,7 @@ class SelfAttention:
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         c, d = config, config.head_dim
         self.config, self.ops = config, ops
+        self.turned = 0  # neighbours that are turned together (`Ops.turn_`) on their way to attention and back; 0: they are not
 
         def paired(rows: Tensor) -> Tensor:
             return pairs(rows, d)
@@ -52,7 +53,10 @@ class SelfAttention:
 
     def __call__(self, x: Tensor, rotation: Tensor, layer: int, attention: Attention) -> Tensor:
         """[T, H] → [T, H]."""
-        return self.out(attention(layer, *self.heads(x, rotation)))
+        values = attention(layer, *self.heads(x, rotation))
+        if self.turned:
+            self.ops.turn_(values.view(len(x), self.config.heads, -1), self.turned)
+        return self.out(values)
 
     def heads(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         """[T, H] → q [T, Hq, D], kv [T, 2, Hkv, D]."""
@@ -62,6 +66,8 @@ class SelfAttention:
         if self.qk_norm is not None:
             self.ops.norm_heads_(qk, self.qk_norm, c.norm_eps)
         self.ops.rotate_(qk, rotation)
+        if self.turned:  # products of queries and keys stay what they were
+            self.ops.turn_(heads, self.turned)
         return heads[:, : c.heads], heads[:, c.heads :].view(-1, 2, c.kv_heads, c.head_dim)
 
 
@@ -77,6 +83,7 @@ class LatentAttention:
 
     def __init__(self, config: ModelConfig, latent: LatentConfig, weights: Weights, ops: Ops) -> None:
         c, self.latent, self.ops, self.count = config, latent, ops, config.heads
+        self.turned = 0  # as in `SelfAttention`
 
         def paired(head: int, rows: Tensor) -> Tensor:
             """Puts the last rope_dim of each head's rows, which are rotated, in pairs if the file has them apart."""
@@ -101,6 +108,8 @@ class LatentAttention:
     def __call__(self, x: Tensor, rotation: Tensor, layer: int, attention: Attention) -> Tensor:
         """[T, H] → [T, H]."""
         latents = attention(layer, *self.heads(x, rotation)).view(x.shape[0], self.count, self.latent.rank)
+        if self.turned:
+            self.ops.turn_(latents, self.turned)
         return self.out(self.value_up(latents).flatten(1))
 
     def heads(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,4 +122,6 @@ class LatentAttention:
         absorbed = self.key_up(q[..., : self.latent.nope_dim])  # [T, Hq, R]
         heads = self.ops.latent_heads(absorbed, q, key, self.kv_norm, LATENT_EPS)  # [T, Hq + 1, D]
         self.ops.rotate_(heads[..., self.latent.rank :], rotation)
+        if self.turned:
+            self.ops.turn_(heads, self.turned)
         return heads[:, :-1], heads[:, None, -1:]

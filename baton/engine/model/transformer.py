@@ -37,6 +37,14 @@ class Transformer:
         self.forms = weights.forms
         self.frequencies = {rope: frequencies(rope, config.rope_dim).to(device) for rope in dict.fromkeys(config.ropes)}  # [D / 2] each
 
+    def turn_heads(self) -> None:
+        """From now on, queries, keys and values go to attention turned, and what comes back is turned back: in exact arithmetic nothing
+        changes. The largest power of two that divides both sizes of a head is turned together."""
+        c = self.config
+        both = c.head_dim | (c.kv_value_dim or c.head_dim)
+        for layer in self.layers:
+            layer.attention.turned = both & -both
+
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
         """Logits `[R, V]` in float32 of the tokens at `rows`, or of all; tokens and positions are `[T]` int64. Keys and values go to
         `attention`."""

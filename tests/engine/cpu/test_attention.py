@@ -1,5 +1,5 @@
 """Attention that reads blocks in place, against the formula in float64: ragged lengths, blocks in any order, slots that hold NaN, and KV as
-it is or rounded to int8 or int4."""
+it is or rounded to int8 or int5."""
 
 import ctypes
 import itertools
@@ -15,20 +15,21 @@ from hypothesis import strategies as st
 from numba import carray
 from torch import Tensor
 
-from baton.engine.core.int4_rows import GROUP, row_bytes
-from baton.engine.cpu import kernel, kv_int4, kv_int8
+from baton.engine.core.int5_rows import GROUP, GROUP_BYTES, row_bytes
+from baton.engine.cpu import kernel, kv_int5, kv_int8
 from baton.engine.cpu.decode_attention import attend_in_place, store
 from baton.engine.cpu.span_attention import attend_span
 from baton.engine.model.attention import CUT as KEYS
 from baton.engine.model.attention import Kernels, Meta, PagedAttention, PagedKv, Span, batch_order, plan
 from baton.engine.model.checkpoint import LayerAttention
-from baton.engine.model.int4_rows import pack
+from baton.engine.model.int5_rows import pack
 
 U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # largest relative error of rounding a number
 LAYERS = 2
 # Without the other kernels, which take a minute to compile.
-ATTENTION = {"": Kernels(attend_in_place, attend_span, store), "int8": kv_int8.ATTENTION, "int4": kv_int4.ATTENTION}
+ATTENTION = {"": Kernels(attend_in_place, attend_span, store), "int8": kv_int8.ATTENTION, "int5": kv_int5.ATTENTION}
 STORED = list(ATTENTION)
+SCALES = {"int8": torch.float32, "int5": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Shape:
     block_size: int
     dtype: torch.dtype = torch.float32
     value_dim: int = 0  # if not 0, there is one part
-    stored: str = ""  # as int8 or int4
+    stored: str = ""  # as int8 or int5
 
     @property
     def parts(self) -> int:
@@ -71,14 +72,13 @@ def rounded(kv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpacked(rows: Tensor, dim: int) -> Tensor:
-    """What rows of int4 `[*, bytes]` stand for, `[*, dim]` in float64: exactly."""
-    groups, found = -(-dim // GROUP), []
-    for group in range(groups):
-        levels = rows[..., group * GROUP // 2 : (group + 1) * GROUP // 2]
-        place = groups * GROUP // 2 + 4 * group
-        low, scale = rows[..., place : place + 4].contiguous().view(torch.bfloat16).double().split(1, dim=-1)
-        found.append(torch.cat((levels % 16, levels // 16), dim=-1) * scale + low)
-    return torch.cat(found, dim=-1)[..., :dim]
+    """The levels of rows of int5 `[*, bytes]`, `[*, dim]` in float64: exactly."""
+    found = []
+    for group in rows.unflatten(-1, (-1, GROUP_BYTES)).unbind(-2):
+        nibbles, fifth = group[..., :16], group[..., 16:].contiguous().view(torch.int32).long()
+        high = fifth >> torch.arange(GROUP) & 1
+        found.append(torch.cat((nibbles % 16, nibbles // 16), dim=-1) - 16.0 * high)
+    return torch.cat(found, dim=-1)[..., :dim].double()
 
 
 class Case:
@@ -95,9 +95,9 @@ class Case:
         self.pool = torch.full(size, torch.nan, dtype=shape.dtype)
         if shape.stored == "int8":
             self.pool = torch.full(size, 7, dtype=torch.int8)
-        elif shape.stored == "int4":
+        elif shape.stored == "int5":
             self.pool = torch.full((*size[:-1], row_bytes(shape.dim)), 255, dtype=torch.uint8)
-        self.scales = torch.full(size[:-1], torch.nan) if shape.stored == "int8" else None
+        self.scales = torch.full(size[:-1], torch.nan, dtype=SCALES[shape.stored]) if shape.stored else None
         self.spans = [
             Span(before, new, [ids.pop() for _ in range(count)], steps=decodes and new == 1)
             for (before, new), count in zip(lengths, tables, strict=True)
@@ -112,9 +112,10 @@ class Case:
             if shape.stored == "int8":
                 numbers, scales = rounded(kv)
                 self.kv[i] = numbers * scales[..., None]
-            elif shape.stored == "int4":
-                numbers = pack(kv.reshape(-1, shape.dim)).view(*kv.shape[:-1], -1)
-                self.kv[i] = unpacked(numbers, shape.dim)
+            elif shape.stored == "int5":
+                rows, scales = pack(kv.reshape(-1, shape.dim))
+                numbers, scales = rows.view(*kv.shape[:-1], -1), scales.view(kv.shape[:-1])
+                self.kv[i] = unpacked(numbers, shape.dim) * scales[..., None]
             for position in range(span.start):
                 self.slot(span, position, self.pool)[:] = numbers[position]
                 if scales is not None:
@@ -130,13 +131,12 @@ class Case:
 
     def read(self) -> Tensor:
         """A copy of the pool, as it is read."""
-        if self.shape.stored == "int4":
-            return unpacked(self.pool, self.shape.dim)
-        return self.pool.clone() if self.scales is None else self.pool * self.scales[..., None]
+        numbers = unpacked(self.pool, self.shape.dim) if self.shape.stored == "int5" else self.pool
+        return numbers.clone() if self.scales is None else numbers * self.scales[..., None]
 
     def spoil(self, span: Span, position: int, part: int) -> None:
-        """Something in the slot is no number: with int8 the scales, with int4 those and the shifts."""
-        self.slot(span, position)[:, part] = 255 if self.shape.stored == "int4" else torch.nan
+        """Something in the slot is no number: of rounded ones, the scales."""
+        self.slot(span, position)[:, part] = torch.nan
 
     def plan(self, how: LayerAttention = PLAIN) -> Meta:
         return plan(self.spans, self.paged, [how] * LAYERS)
@@ -195,7 +195,7 @@ def error_bound(scores: Tensor, terms: Tensor, values: Tensor, shape: Shape, sof
     - The sums of `keys` numbers in the numerator and the denominator are wrong by keys · u of Σ p · |v| and of |o|; the quotient adds
       u of |o|.
     - In bfloat16 the weights are rounded, then the sum, then the answer.
-    - A number that is stored as int8 is multiplied by its scale, and rounded to the type of the queries; so is one of int4, plus a shift.
+    - A number that is stored as int8 is multiplied by its scale, and rounded to the type of the queries; so is one of int5.
 
     A long sum is held to less than its worst case: n independent rounding errors add up to more than 7 √n u only once in 10^10
     sums (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019, theorem 3.1).
@@ -363,7 +363,7 @@ def test_nan_in_a_key_or_value_affects_only_its_sequence(part: int, stored: str)
 
 
 @pytest.mark.parametrize("given", [torch.nan, torch.inf])
-@pytest.mark.parametrize("stored", ["int8", "int4"])
+@pytest.mark.parametrize("stored", ["int8", "int5"])
 def test_a_key_that_is_no_number_is_none_once_it_is_rounded(stored: str, given: float) -> None:
     """So the logits are not finite, and the sequence fails instead of going on with what was made of it."""
     for new in (1, 3):

@@ -95,6 +95,42 @@ def test_rotation_matches_plain_torch(compiled: Ops, rows: int, heads: int, dim:
         assert not torch.equal(ours, numbers(*ours.shape, dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "heads", "dim", "size"), [(1, 1, 2, 1), (3, 5, 16, 16), (3, 2, 96, 32), (40, 12, 64, 64), (130, 6, 128, 128)]
+)
+def test_heads_are_turned_by_hadamards_matrix_and_turned_back(
+    compiled: Ops, rows: int, heads: int, dim: int, size: int, dtype: torch.dtype
+) -> None:
+    """And the heads behind them are left alone."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    for ops in (compiled, Ops()):
+        x, before = (numbers(rows, heads + 1, dim, dtype=dtype) for _ in range(2))
+        ops.turn_(x[:, :heads], size)
+        exact = (before[:, :heads].double().unflatten(-1, (-1, size)) @ matrix / size**0.5).flatten(-2)
+        assert_near(x[:, :heads], exact.to(dtype), spread=before.double().abs().max())
+        assert torch.equal(x[:, heads:], before[:, heads:]) and (size == 1 or not torch.equal(x, before))
+        ops.turn_(x[:, :heads], size)
+        assert_near(x, before, spread=4 * before.double().abs().max())
+
+
+def test_a_turned_row_has_the_bits_that_it_has_alone(compiled: Ops) -> None:
+    for ops in (compiled, Ops()):
+        many, alone = numbers(130, 6, 64), numbers(130, 6, 64)[77:78].clone()
+        ops.turn_(many, 64)
+        ops.turn_(alone, 64)
+        assert torch.equal(many[77:78], alone)
+
+
+def test_turning_strided_numbers_matches_plain_torch(compiled: Ops) -> None:
+    ours, theirs = (numbers(3, 4, 8).transpose(1, 2) for _ in range(2))
+    compiled.turn_(ours, 4)
+    Ops().turn_(theirs, 4)
+    assert torch.equal(ours, theirs)
+
+
 def test_rotation_of_strided_tensors_matches_plain_torch(compiled: Ops) -> None:
     rotation = torch.polar(torch.ones(3, 1, 2), numbers(3, 1, 2))
     ours, theirs = (numbers(3, 4, 5).transpose(1, 2) for _ in range(2))

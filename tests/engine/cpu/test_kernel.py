@@ -136,6 +136,7 @@ KERNELS: dict[str, Callable[..., None]] = {
     "add_rms_norm": pointwise.add_rms_norm,
     "gated": pointwise.gated,
     "rotate": pointwise.rotate,
+    "turn": pointwise.turn,
     "embed": pointwise.embed,
     "turns": pointwise.turns,
     "norm_heads": pointwise.norm_heads,
@@ -164,6 +165,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "add_rms_norm": (half(3, 8), half(3, 8), half(8), half(3, 8), 1e-5),
     "gated": (half(3, 16), half(3, 8), 0),
     "rotate": (half(3, 2, 8), torch.zeros(3, 1, 4, dtype=torch.complex64)),
+    "turn": (half(3, 2, 8), 8),
     "embed": (half(5, 8), torch.arange(3), half(3, 8), 1.0),
     "turns": (torch.arange(3), torch.zeros(4), torch.zeros(3, 1, 4, dtype=torch.complex64), 1.0),
     "latent_heads": (half(3, 2, 6), half(3, 8), half(3, 2, 2), half(6), half(3, 3, 8), 1e-6),
@@ -237,8 +239,10 @@ def test_every_kernel_refuses_a_wrong_type_size_rank_or_stride(name: str, at: in
         "rank": good[None],
         "stride": longer[..., ::2],
     }
-    if (name, at) in (("attend", 4), ("attend_span", 2), ("greatest", 0), ("draw", 0)) or name.endswith(("_each", "next_greatest")):
-        del wrong["size"]  # block tables and rows of logits may have any length; `Each` checks what the tables describe
+    if (name, at) in (("attend", 4), ("attend_span", 2), ("greatest", 0), ("draw", 0), ("turn", 0)) or name.endswith(
+        ("_each", "next_greatest")
+    ):
+        del wrong["size"]  # block tables, heads and rows of logits may have any length; `Each` checks what the tables describe
     for how, tensor in wrong.items():
         with pytest.raises(ArgumentError, match=rf"^_?{name}: "):
             KERNELS[name](*GOOD[name][:at], tensor, *GOOD[name][at + 1 :])

@@ -154,7 +154,7 @@ def test_the_place_is_the_users_own_and_writable(tmp_path: Path, monkeypatch: py
 
 def test_the_number_of_kernels_is_known_before_they_are_compiled() -> None:
     count = (
-        "import baton.engine.cpu.kernel as kernel; from baton.engine.cpu import compiled_ops, experts, groups, kv_int4, kv_int8; "
+        "import baton.engine.cpu.kernel as kernel; from baton.engine.cpu import compiled_ops, experts, groups, kv_int5, kv_int8; "
         "print({group: next(numbers) - 1 for group, numbers in kernel._numbers.items()})"
     )
     done = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, timeout=500, check=True)

@@ -24,10 +24,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from baton.engine.core.int4_rows import row_bytes
+from baton.engine.core.int5_rows import row_bytes
 from baton.engine.gpu import tiles, triton_attention, triton_blocks, triton_chain, triton_groups, triton_sampling, triton_store
 from baton.engine.gpu.attention import Packed, Rounded
-from baton.engine.gpu.choice import INT4_HEAD
+from baton.engine.gpu.choice import INT5_HEAD
 from baton.engine.gpu.inputs import Following
 from baton.engine.gpu.sampler import Filters
 from baton.engine.gpu.triton_ops import TritonOps
@@ -110,8 +110,9 @@ def attention(survey: Survey, models: list[tuple[Any, ...]]) -> None:
         layer = torch.empty(4, 2, parts, kv_heads, block, dim, dtype=dtype)[:, 1]
         q, out = torch.empty(8, heads, dim, dtype=dtype), torch.empty(8, heads, dv, dtype=dtype)
         rounded = Rounded(layer.to(torch.int8), torch.empty(layer.shape[:-1]))
-        packed = Packed(torch.empty(4, 2, parts, kv_heads, block, row_bytes(dim), dtype=torch.uint8)[:, 1], dim)
-        for kv, kind in ((layer, ""), (rounded, ", KV int8"), (packed, ", KV int4"))[: 1 + (dtype == BF16) * (1 + (dim <= INT4_HEAD))]:
+        rows = torch.empty(4, 2, parts, kv_heads, block, row_bytes(dim), dtype=torch.uint8)[:, 1]
+        packed = Packed(rows, dim, torch.empty(layer.shape[:-1], dtype=torch.bfloat16))
+        for kv, kind in ((layer, ""), (rounded, ", KV int8"), (packed, ", KV int5"))[: 1 + (dtype == BF16) * (1 + (dim <= INT5_HEAD))]:
             survey.model = f"{heads}/{kv_heads} heads of {dim}, {str(dtype)[6:]}{kind}"
             triton_attention.decode(q, kv, tables, seats, lens, how, out, 64)
             triton_attention.prefill(q, kv, tables, seats, lens, triton_attention.Queries(firsts, 0, 8), how, out)
@@ -138,6 +139,7 @@ def others(survey: Survey, every: bool) -> None:
         ops.add_rms_norm(x, x, x[0], 1e-5)
         ops.silu_mul(x)
         ops.gelu_tanh_mul(x)
+        ops.turn_(torch.empty(4, 40, 128, dtype=dtype), 128)
         ops.rotate_(torch.empty(4, 40, 128, dtype=dtype)[:, :36], torch.empty(4, 1, 64, dtype=torch.complex64))
 
     for vocab in (128256, 151937) if every else (128256,):

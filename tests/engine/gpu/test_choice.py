@@ -57,8 +57,8 @@ def test_on_a_cpu_only_torch_is_possible(monkeypatch: pytest.MonkeyPatch) -> Non
         ("flash_attn", Facts("cuda", torch.bfloat16, 256, 512, 2), everything, "head_dim 512"),
         ("triton", H200, only(), "triton is not installed"),
         ("flashinfer", Facts("cuda", torch.bfloat16, 16, 128, 2, "int8"), everything, r"engine\.kv_dtype is int8"),
-        ("flash_attn", Facts("cuda", torch.bfloat16, 256, 128, 2, "int4"), everything, r"engine\.kv_dtype is int4"),
-        ("triton", Facts("cuda", torch.bfloat16, 16, 256, 2, "int4"), everything, r"heads up to 128 numbers, these have 256"),
+        ("flash_attn", Facts("cuda", torch.bfloat16, 256, 128, 2, "int5"), everything, r"engine\.kv_dtype is int5"),
+        ("triton", Facts("cuda", torch.bfloat16, 16, 256, 2, "int5"), everything, r"heads up to 128 numbers, these have 256"),
     ],
 )
 def test_a_named_backend_that_does_not_fit_is_refused_with_the_reason(

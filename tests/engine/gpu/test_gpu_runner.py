@@ -92,7 +92,7 @@ def test_tokens_match_the_plain_engine(folder: Path, device: torch.device, backe
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int5"])
 def test_logits_of_mixed_batches_and_padded_decodes_match_the_plain_runner(
     folder: Path, device: torch.device, backend: str, kv_dtype: str
 ) -> None:
@@ -159,7 +159,7 @@ def test_a_row_of_nan_fails_only_its_own_sequence(folder: Path, device: torch.de
     assert result.failed == {1} and result.tokens[0] and not result.tokens[1]
 
 
-@pytest.mark.parametrize(("backend", "kv_dtype"), [("torch", "auto"), ("triton", "int8"), ("triton", "int4")])
+@pytest.mark.parametrize(("backend", "kv_dtype"), [("torch", "auto"), ("triton", "int8"), ("triton", "int5")])
 def test_a_sequence_moves_from_one_device_to_another_through_the_host(
     folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, backend: str, kv_dtype: str
 ) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.core.int4_rows import row_bytes
+from baton.engine.core.int5_rows import row_bytes
 from baton.engine.gpu.attention import Layer, Packed, Rounded
 from baton.engine.model.checkpoint import LayerAttention
-from baton.engine.model.int4_rows import pack, unpack
+from baton.engine.model.int5_rows import pack, unpack
 
 kernels = pytest.importorskip("baton.engine.gpu.triton_attention", reason="needs triton", exc_type=ImportError)
 storing = pytest.importorskip("baton.engine.gpu.triton_store", reason="needs triton", exc_type=ImportError)
@@ -70,11 +70,21 @@ def as_int8(case: Paged) -> Rounded:
     return Rounded(numbers[:, 1], scales[:, 1])
 
 
-def as_int4(case: Paged) -> Packed:
-    """Layer 1 of the pool as rows of int4, as are the numbers that the formula is given."""
-    dim = case.pool.shape[-1]
-    case.kv = [unpack(pack(kv.reshape(-1, dim)), dim).view(kv.shape) for kv in case.kv]
-    return Packed(pack(case.pool.reshape(-1, dim)).view(*case.pool.shape[:-1], -1)[:, 1], dim)
+def packed(x: Tensor) -> Packed:
+    """Each row as int5, and its scale."""
+    rows, scales = pack(x.reshape(-1, x.shape[-1]))
+    return Packed(rows.view(*x.shape[:-1], -1), x.shape[-1], scales.view(x.shape[:-1]))
+
+
+def unpacked(packed: Packed) -> Tensor:
+    return unpack(packed.rows, packed.dim) * packed.scales[..., None]
+
+
+def as_int5(case: Paged) -> Packed:
+    """Layer 1 of the pool as rows of int5, as are the numbers that the formula is given."""
+    case.kv = [unpacked(packed(kv)) for kv in case.kv]
+    rows, dim, scales = packed(case.pool)
+    return Packed(rows[:, 1], dim, scales[:, 1])
 
 
 def formula(q: Tensor, kv: Tensor, how: LayerAttention, value_dim: int) -> Tensor:
@@ -155,7 +165,7 @@ def test_prefill_matches_the_formula(
 
 @pytest.mark.parametrize("how", [HOWS[0], HOWS[1], HOWS[3]])
 @pytest.mark.parametrize(("parts", "dim", "value_dim"), [(2, 24, 24), (2, 80, 80), (1, 24, 16)])
-@pytest.mark.parametrize("stored", [as_int8, as_int4])
+@pytest.mark.parametrize("stored", [as_int8, as_int5])
 def test_rounded_numbers_match_the_formula(
     device: torch.device, stored: Callable[[Paged], Layer], parts: int, dim: int, value_dim: int, how: LayerAttention
 ) -> None:
@@ -255,17 +265,19 @@ def test_store_rounds_each_row_and_zeroes_the_tails_of_numbers_and_scales(device
     assert not pool[2, 1, :, :, 2:].any() and not scales[2, 1, :, :, 2:].any()
 
 
-def test_store_packs_rows_of_int4_and_zeroes_their_tails(device: torch.device) -> None:
-    """Numbers may be rounded to the next level, where a device divides in another way. A group that is not finite says so."""
+def test_store_packs_rows_of_int5_and_zeroes_their_tails(device: torch.device) -> None:
+    """Numbers may be rounded to the next level, where a device divides in another way. The scale of a row that is not finite says so."""
     pool = torch.full((4, 2, 2, 3, 5, row_bytes(40)), 9, dtype=torch.uint8, device=device)
+    scales = torch.full((4, 2, 2, 3, 5), 9.0, dtype=torch.bfloat16, device=device)
     kv = torch.randn(3, 2, 3, 40, generator=torch.Generator().manual_seed(1)).to(device)
     kv[0, 0, 1], kv[1, 0, 0, 3], kv[1, 1, 2, 37] = 0, torch.nan, -torch.inf
     slots, tails = (torch.tensor(values, device=device) for values in ([2 * 5 + 1, 3, 4], [3, 0, 0]))
-    storing.store(kv, Packed(pool[:, 1], 40), slots, tails)
-    assert (pool[:, 0] == 9).all() and (pool[:, 1] != 9).any(dim=-1).sum() == 6 * 6
-    assert not pool[2, 1, :, :, 2:].any()
+    storing.store(kv, Packed(pool[:, 1], 40, scales[:, 1]), slots, tails)
+    assert (pool[:, 0] == 9).all() and (scales[:, 0] == 9).all() and (pool[:, 1] != 9).any(dim=-1).sum() == 6 * 6
+    assert not pool[2, 1, :, :, 2:].any() and not scales[2, 1, :, :, 2:].any()
     for token, (block, offset) in enumerate([(2, 1), (0, 3), (0, 4)]):
-        found, expected = (unpack(rows, 40) for rows in (pool[block, 1, :, :, offset], pack(kv[token].view(-1, 40)).view(2, 3, -1)))
+        stored = Packed(pool[block, 1, :, :, offset], 40, scales[block, 1, :, :, offset])
+        found, expected = unpacked(stored), unpacked(packed(kv[token]))
         assert torch.equal(found.isnan(), expected.isnan())
         assert (found == expected).float().mean() > 0.95 or token == 1
         torch.testing.assert_close(found, expected, rtol=0, atol=0.5, equal_nan=True)

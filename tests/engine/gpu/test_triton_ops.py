@@ -58,7 +58,21 @@ def test_rotate_matches_the_plain_operation_and_changes_only_the_given_heads(
     assert torch.equal(ours[:, heads:], whole[:, heads:]) and not torch.equal(ours[:, :heads], whole[:, :heads])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dim", "size"), [(16, 16), (96, 32), (128, 128), (256, 256)])
+def test_turn_matches_the_plain_operation_and_changes_only_the_given_heads(
+    device: torch.device, dtype: torch.dtype, dim: int, size: int
+) -> None:
+    whole = rows(device, dtype, 3, 4, dim)
+    ours, theirs = whole.clone(), whole.clone()
+    FUSED.turn_(ours[:, :3], size)
+    PLAIN.turn_(theirs[:, :3], size)
+    torch.testing.assert_close(ours, theirs, **TOLERANCE[dtype])
+    assert torch.equal(ours[:, 3], whole[:, 3]) and not torch.equal(ours[:, :3], whole[:, :3])
+
+
 def test_empty_tensors_give_empty_tensors(device: torch.device) -> None:
     x, weight = rows(device, torch.float32, 0, 64), rows(device, torch.float32, 64)
     assert FUSED.add_rms_norm(x, None, weight, 1e-6).shape == (0, 64)
     assert FUSED.silu_mul(x).shape == (0, 32)
+    FUSED.turn_(x.view(0, 1, 64), 64)
