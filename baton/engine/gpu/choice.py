@@ -123,7 +123,7 @@ def make_attention(
     dtype: torch.dtype | None = None,
 ) -> DeviceAttention:
     """See `DeviceAttention`. Raises ValueError if `wanted` is unknown or not possible."""
-    numbers, dim = pool if isinstance(pool, Packed) else (pool, pool.shape[-1])
+    numbers, dim = (pool.rows, pool.dim) if isinstance(pool, Packed) else (pool, pool.shape[-1])
     _, _, parts, _, size, _ = numbers.shape
     stored = "int5" if isinstance(pool, Packed) else "" if scales is None else "int8"
     match choose(wanted, Facts(numbers.device.type, dtype or numbers.dtype, size, dim, parts, stored)):
