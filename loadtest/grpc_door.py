@@ -1,8 +1,8 @@
 """The gRPC door: `baton.v1.Generation`."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import grpc
 
@@ -21,14 +21,23 @@ class GrpcDoor:
     A stream that breaks is a failure of the cluster, and is not resumed. Only requests with the same `salt` share cached prefixes."""
 
     def __init__(
-        self, address: str, salt: str = "", api_key: str | None = None, tls: Pem | None = None, server_name: str | None = None
+        self,
+        address: str,
+        salt: str = "",
+        api_key: str | None = None,
+        tls: Pem | None = None,
+        server_name: str | None = None,
+        more: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
+        """`more`: further keywords of a request, which may be others each time (`baton.client.build_request`)."""
         credentials = None if tls is None else grpc.ssl_channel_credentials(*tls)
         self._client = AsyncClient(address, credentials, api_key, server_name=server_name, max_resumes=0)
         self._salt = salt
+        self._more = more
 
     async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:
         tokens: list[int] = []
+        asked = {"cache_salt": self._salt, **self._more()}
         try:
             async with asyncio.timeout(timeout_s + GRACE_S):
                 stream = self._client.generate(
@@ -37,7 +46,7 @@ class GrpcDoor:
                     temperature=0.0,
                     ignore_eos=True,
                     timeout_s=timeout_s,
-                    cache_salt=self._salt,
+                    **asked,
                 )
                 async with stream:
                     async for token in stream:

@@ -93,7 +93,10 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         raise AssertionError("answered with an error")
 
     async def _list(self, request: worker_pb2.TraceRequest) -> worker_pb2.TraceResponse:
-        query = Query(request.sort or "age", request.ascending, request.failed, request.slower_than, request.skip, request.last or 1)
+        query = Query(
+            request.sort or "age", request.ascending, request.failed, request.slower_than, request.outcome, request.worker, request.tenant,
+            request.skip, request.last or 1,
+        )  # fmt: skip
         listed, matched = await self._live.ended(query, request.alone)
         records = await in_slices(lambda one: worker_pb2.TraceRecord(**one[1]), listed)
         return worker_pb2.TraceResponse(records=records, places=[place for place, _ in listed], matched=matched)

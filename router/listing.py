@@ -13,6 +13,8 @@ from baton.stages import STAGES
 from router.journal import Record
 
 MOST_LISTED = 2048  # records that one list reaches, skipped ones included
+OUTCOMES = ("ok", "invalid", "refused", "failed", "cancelled")
+MOST_NAME = 128  # characters of a name that is asked for
 _Value = Callable[[Record], float | None]
 
 
@@ -39,6 +41,9 @@ class Query:
     ascending: bool = False  # otherwise the newest, the slowest, the longest first
     failed: bool = False  # only those that did not complete
     slower_than: float = 0.0  # seconds in total
+    outcome: str = ""  # only those that ended so; empty: any
+    worker: str = ""  # only those that were at this worker, or failed there
+    tenant: str = ""
     skip: int = 0
     limit: int = 1
 
@@ -47,10 +52,25 @@ class Query:
             raise invalid("sort", f"must be one of {', '.join(VALUES)}")
         if not (math.isfinite(self.slower_than) and self.slower_than >= 0):
             raise invalid("slower_than", "must be a number of seconds, 0 or more")
+        if self.outcome not in ("", *OUTCOMES):
+            raise invalid("outcome", f"must be one of {', '.join(OUTCOMES)}")
+        for name in ("worker", "tenant"):
+            if len(getattr(self, name)) > MOST_NAME:
+                raise invalid(name, f"must have at most {MOST_NAME} characters")
         if self.skip < 0 or not 1 <= self.limit <= MOST_LISTED:
             raise invalid("limit", f"must be from 1 to {MOST_LISTED}, and `skip` 0 or more")
         if self.skip + self.limit > MOST_LISTED:
-            raise invalid("skip", f"a list reaches {MOST_LISTED} requests; narrow it with `failed` or `slower_than`")
+            raise invalid(
+                "skip", f"a list reaches {MOST_LISTED} requests; narrow it with `failed`, `slower_than`, `outcome`, `worker` or `tenant`"
+            )
+
+    def takes(self, record: Record) -> bool:
+        """Whether it belongs to the list."""
+        if record.times.e2e_s < self.slower_than or (self.failed and record.outcome == "ok"):
+            return False
+        if self.outcome not in ("", record.outcome) or self.tenant not in ("", record.tenant):
+            return False
+        return not self.worker or self.worker in record.trace.workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +87,7 @@ def choose(records: Sequence[Record], query: Query) -> tuple[list[Listed], int]:
     value, sign = VALUES[query.sort], 1.0 if query.ascending else -1.0
     found: list[Listed] = []
     for record in records:
-        if record.times.e2e_s < query.slower_than or (query.failed and record.outcome == "ok"):
+        if not query.takes(record):
             continue
         number = value(record)
         found.append(Listed(math.inf if number is None else sign * number, record))

@@ -100,7 +100,7 @@ class Live:
         if self._peers.others:
             asked = worker_pb2.TraceRequest(
                 last=query.skip + query.limit, alone=True, sort=query.sort, ascending=query.ascending, failed=query.failed,
-                slower_than=query.slower_than,
+                slower_than=query.slower_than, outcome=query.outcome, worker=query.worker, tenant=query.tenant,
             )  # fmt: skip
             for answer in await self._peers.ask("Trace", asked):
                 everything += zip(answer.places, answer.records, strict=False)

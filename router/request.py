@@ -114,6 +114,11 @@ class Trace:
     guesses: "Guesses" = field(default_factory=lambda: Guesses())
     gaps: "array[float]" = field(default_factory=lambda: array("d"))  # seconds between successive tokens
 
+    @property
+    def workers(self) -> frozenset[str]:
+        """Those at which it was, or failed."""
+        return frozenset([*(lap.worker for lap in self.watch.laps), *(failure.worker for failure in self.failures)]) - {""}
+
     def follow(self, other: "Trace") -> None:
         """What happened to the other request until now happened to this one, too: they have one prompt."""
         self.watch.laps = [replace(lap) for lap in other.watch.laps]

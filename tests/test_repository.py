@@ -17,7 +17,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 # The packages of this project. A file belongs to the longest name that matches.
 ROOMS = (
-    "baton", "baton.access", "baton.cli", "baton.cluster", "baton.engine", "baton.engine.core", "baton.engine.cpu", "baton.engine.facts",
+    "baton", "baton.access", "baton.cli", "baton.cluster", "baton.cockpit",
+    "baton.engine", "baton.engine.core", "baton.engine.cpu", "baton.engine.facts",
     "baton.engine.gpu", "baton.engine.grammars", "baton.engine.model", "baton.engine.vllm", "baton.launch", "baton.models", "baton.plan",
     "baton.planner", "baton.predict", "baton.profile", "baton.recorder", "baton.simulate", "baton.tiers", "baton.worker",
     "decode_worker", "kvtransfer", "loadtest", "prefill_worker", "router",
@@ -43,6 +44,24 @@ ARROWS = {
         "baton.section",
         "baton.stages",
         "baton.uncached",
+    },
+    "baton.cockpit": {
+        "baton.access",
+        "baton.clock",
+        "baton.cluster",
+        "baton.engine.core.scheduler",
+        "baton.launch.state",
+        "baton.plan",
+        "baton.predict",
+        "baton.profile",
+        "baton.simulate",
+        "baton.stages",
+        "baton.v1",
+        "loadtest",
+        "router.http.errors",
+        "router.http.page",
+        "router.http.server",
+        "router.http.strangers",
     },
     "baton.engine": {"baton.section"},  # and its own files: options, runner, choice, build, start
     "baton.engine.core": {"baton.moves"},
@@ -193,7 +212,7 @@ HOMES = {
     "rich": ("baton/terminal.py", "baton/cli/", "baton/models/train/", "loadtest/"),
     "matplotlib": ("loadtest/", "baton/models/"),
     "transformers": ("baton/models/train/",),
-    "starlette": ("router/http/",),
+    "starlette": ("baton/cockpit/page.py", "router/http/"),
     "h11": ("router/http/connection.py", "baton/cluster/page_server.py", "loadtest/http_door.py"),
     "limits": ("router/rates.py",),
     "gguf": ("baton/models/gguf/source.py",),
@@ -231,6 +250,7 @@ PURE = (
     "baton/plan/values.py",
     "baton/profile/models.py",
     *(f"baton/planner/{name}.py" for name in ("capacity", "change", "decide", "demand", "forecast", "planner")),
+    "baton/cockpit/knobs.py", "baton/cockpit/experiments.py", "baton/cockpit/calculators.py",
     "loadtest/slo.py", "loadtest/distribution.py", "loadtest/window.py", "loadtest/summary.py", "loadtest/estimate.py",
     "loadtest/verdict.py", "loadtest/arms.py",
 )  # fmt: skip

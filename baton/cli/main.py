@@ -25,6 +25,7 @@ from baton.access.access import DEFAULT_NAME, find
 from baton.access.options import Identity, Place
 from baton.cli import view
 from baton.cli.admin import read_status
+from baton.cli.cockpit import cockpit
 from baton.cli.failing import failing
 from baton.cli.gguf_files import folder_of
 from baton.cli.interrupt import interruptible
@@ -66,7 +67,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(loadtest_app, name="loadtest")
 register(app)
 register_planner(app)
-for command in (record, replay_run):
+for command in (record, replay_run, cockpit):
     app.command()(command)
 PIPE_WIDTH = 180  # columns of a table that does not go to a terminal
 out, err = (

@@ -152,6 +152,9 @@ class Listing:
     sort: Annotated[str, typer.Option(help="age, total, ttft, queue, prefill, transfer, decode or tokens; the largest first.")] = "age"
     slower_than: Annotated[float, typer.Option(min=0.0, help="Only requests that took at least so many seconds.")] = 0.0
     failed: Annotated[bool, typer.Option("--failed", help="Only requests that did not complete.")] = False
+    outcome: Annotated[str, typer.Option(help="Only requests that ended so: ok, invalid, refused, failed or cancelled.")] = ""
+    worker: Annotated[str, typer.Option(help="Only requests that were at this worker, or failed there.")] = ""
+    tenant: Annotated[str, typer.Option(help="Only requests of this tenant.")] = ""
     limit: Annotated[int, typer.Option(min=1, max=2048, help="How many are listed.")] = 20
 
 

@@ -10,11 +10,9 @@ from rich.console import Console
 from baton.engine.facts.fields import CheckpointError
 from baton.plan.hardware import DEVICES, MEASURED, Efficiency
 from baton.plan.shape import KNOWN, shape_of
-from baton.plan.size import Asked, Figure, figures
+from baton.plan.size import Asked, figures, shown
 from baton.terminal import Fitting
 from loadtest.options import takes
-
-UNITS = {"B": ("B", "kB", "MB", "GB", "TB"), "s": ("s", "ms", "µs", "ns")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +83,3 @@ def size(given: Sizing) -> None:
         style="dim",
         markup=False,
     )
-
-
-def shown(figure: Figure) -> str:
-    """Three significant digits, in the unit that suits."""
-    value, unit = figure.value, figure.unit
-    if unit == "%":
-        return f"{value:.1%}"
-    if unit == "" and value >= 1e6:
-        return f"{value / 1e9:.3g} billion" if value >= 1e9 else f"{value / 1e6:.3g} million"
-    names, factor = UNITS.get(unit, (unit,)), 1e-3 if unit == "s" else 1e3
-    step = 0
-    while step < len(names) - 1 and (0 < value < 1 if unit == "s" else value >= 1000):
-        value, step = value / factor, step + 1
-    return f"{value:,.0f} {names[step]}".strip() if value >= 100 else f"{value:.3g} {names[step]}".strip()

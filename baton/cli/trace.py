@@ -46,7 +46,10 @@ def fetch(admin: Access, request_id: str) -> dict[str, Any]:
 
 def fetch_list(admin: Access, wanted: Listing) -> tuple[list[dict[str, Any]], int]:
     """The records of requests that have ended, in the wanted order, and how many match. Raises RpcError."""
-    asked = worker_pb2.TraceRequest(last=wanted.limit, sort=wanted.sort, failed=wanted.failed, slower_than=wanted.slower_than)
+    asked = worker_pb2.TraceRequest(
+        last=wanted.limit, sort=wanted.sort, failed=wanted.failed, slower_than=wanted.slower_than, outcome=wanted.outcome,
+        worker=wanted.worker, tenant=wanted.tenant,
+    )  # fmt: skip
     with admin.channel() as channel:
         answer = worker_pb2_grpc.AdminStub(channel).Trace(asked, timeout=5)
     return read_records(answer), answer.matched

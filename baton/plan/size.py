@@ -7,6 +7,7 @@ from baton.plan import formulae
 from baton.plan.hardware import Device, Efficiency
 from baton.plan.shape import Shape
 
+UNITS = {"B": ("B", "kB", "MB", "GB", "TB"), "s": ("s", "ms", "µs", "ns")}
 RESERVE = 0.1  # of a device's memory, for activations, graphs and the allocator
 
 
@@ -123,3 +124,17 @@ def _kv_formula(shape: Shape, asked: Asked) -> str:
     if shape.latent:
         return f"{shape.layers} layers x ({shape.latent.rank} + {shape.latent.rope}) x {asked.kv_bits:g} bits"
     return f"2 x {shape.layers} layers x {shape.kv_heads} heads x {shape.head_dim} x {asked.kv_bits:g} bits"
+
+
+def shown(figure: Figure) -> str:
+    """Three significant digits, in the unit that suits."""
+    value, unit = figure.value, figure.unit
+    if unit == "%":
+        return f"{value:.1%}"
+    if unit == "" and value >= 1e6:
+        return f"{value / 1e9:.3g} billion" if value >= 1e9 else f"{value / 1e6:.3g} million"
+    names, factor = UNITS.get(unit, (unit,)), 1e-3 if unit == "s" else 1e3
+    step = 0
+    while step < len(names) - 1 and (0 < value < 1 if unit == "s" else value >= 1000):
+        value, step = value / factor, step + 1
+    return f"{value:,.0f} {names[step]}".strip() if value >= 100 else f"{value:.3g} {names[step]}".strip()

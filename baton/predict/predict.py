@@ -11,7 +11,8 @@ factor.
 import asyncio
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from statistics import stdev
 
@@ -90,17 +91,24 @@ def run(setting: Setting, profile: Profile, offer: Offer, stride: int = 1, colle
     """Always the same for the same arguments. `stride`: see `SimulatedCluster`. `decode`: of decode workers, if theirs is another one."""
 
     async def main() -> Run:
-        cores = Own() if setting.cores is None else Cores(setting.cores, profile.values("sharing")["pair"] or 1.0)
-        times = Times.of(profile, decode=decode)
-        cluster = SimulatedCluster(setting.sizes, times, setting.router, setting.slo, setting.routers, cores, stride)
-        door = SimulatedDoor(cluster, profile, Thread(cores))
-        async with cluster.watched():
-            await asyncio.sleep(1.0)  # the first records have been read, and the first probes answered
+        async with standing(setting, profile, Times.of(profile, decode=decode), stride) as (_, door):
             return await drive(
                 offer.items, offer.times, door, duration_s=offer.window.duration_s, timeout_s=offer.timeout_s, collects=collects
             )
 
     return virtual_time.run(main())
+
+
+@asynccontextmanager
+async def standing(
+    setting: Setting, profile: Profile, times: Times, stride: int = 1
+) -> AsyncIterator[tuple[SimulatedCluster, SimulatedDoor]]:
+    """A cluster, and the door to it, once it is ready. Within a loop of virtual time."""
+    cores = Own() if setting.cores is None else Cores(setting.cores, profile.values("sharing")["pair"] or 1.0)
+    cluster = SimulatedCluster(setting.sizes, times, setting.router, setting.slo, setting.routers, cores, stride)
+    async with cluster.watched():
+        await asyncio.sleep(1.0)  # the first records have been read, and the first probes answered
+        yield cluster, SimulatedDoor(cluster, profile, Thread(cores))
 
 
 def predict(

@@ -44,7 +44,7 @@ def setting_of(config: Config, profile: Profile, cores: int | None = None) -> Se
     length = config.model.max_model_len or int(profile.engine.get("max_model_len", DEFAULTS["max_model_len"]))
     sizes = Sizes(
         config.prefill.replicas, config.decode.replicas, option("max_num_seqs"), kv_blocks, option("max_num_batched_tokens"), block,
-        min(length, kv_blocks * block), config.engine.max_queue,
+        min(length, kv_blocks * block), config.engine.max_queue, config.engine.batching, config.engine.batch_wait_s,
     )  # fmt: skip
     return Setting(sizes, config.router, config.slo, config.router.replicas, cores, tuple(_unknown(config, profile)))
 
@@ -56,8 +56,6 @@ def _unknown(config: Config, profile: Profile) -> list[str]:
         found.append(f"engine.speculation {engine.speculation}: no guesses are simulated")
     if tiers.memory_mib or tiers.disk or tiers.object:
         found.append("tiers: what leaves the pool is computed again")
-    if engine.batching != "continuous":
-        found.append(f"engine.batching {engine.batching}: continuous is simulated")
     for name in ("threads", "weight_dtype", "kv_dtype", "kind"):
         given, measured = getattr(engine, name), profile.engine.get(name)
         if measured is not None and given is not None and given != measured and given != "auto":

@@ -14,7 +14,7 @@ from baton.cluster.records import Load, RoleName, WorkerRecord
 from baton.cluster.registry import Registry
 from baton.cluster.rpc import Tasks
 from baton.cluster.telemetry import Tracer
-from baton.engine.core.limits import Limits
+from baton.engine.core.limits import Batching, Limits
 from baton.engine.core.sampling import SamplingParams
 from baton.simulate.cores import Computes
 from baton.simulate.memory_registry import MemoryRegistry
@@ -44,10 +44,13 @@ class Sizes:
     max_model_len: int = 1 << 16
     max_queue: int = 256
     decode_kv_blocks: int | None = None  # of one decode worker, if these are unlike
+    batching: Batching = "continuous"
+    batch_wait_s: float = 0.5
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.max_num_seqs, max(self.max_num_batched_tokens, self.max_num_seqs), max_queue=self.max_queue)
+        tokens = max(self.max_num_batched_tokens, self.max_num_seqs)
+        return Limits(self.max_num_seqs, tokens, max_queue=self.max_queue, batching=self.batching, batch_wait_s=self.batch_wait_s)
 
 
 def worker(name: str, role: RoleName, sizes: Sizes) -> WorkerRecord:

@@ -1142,7 +1142,7 @@ class LiveSlo(_message.Message):
     def __init__(self, objectives: _Optional[_Mapping[str, float]] = ..., attainment: _Optional[float] = ...) -> None: ...
 
 class TraceRequest(_message.Message):
-    __slots__ = ("request_id", "last", "alone", "sort", "ascending", "failed", "slower_than", "skip")
+    __slots__ = ("request_id", "last", "alone", "sort", "ascending", "failed", "slower_than", "skip", "outcome", "worker", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     ALONE_FIELD_NUMBER: _ClassVar[int]
@@ -1151,6 +1151,9 @@ class TraceRequest(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     SLOWER_THAN_FIELD_NUMBER: _ClassVar[int]
     SKIP_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     last: int
     alone: bool
@@ -1159,7 +1162,10 @@ class TraceRequest(_message.Message):
     failed: bool
     slower_than: float
     skip: int
-    def __init__(self, request_id: _Optional[str] = ..., last: _Optional[int] = ..., alone: _Optional[bool] = ..., sort: _Optional[str] = ..., ascending: _Optional[bool] = ..., failed: _Optional[bool] = ..., slower_than: _Optional[float] = ..., skip: _Optional[int] = ...) -> None: ...
+    outcome: str
+    worker: str
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., last: _Optional[int] = ..., alone: _Optional[bool] = ..., sort: _Optional[str] = ..., ascending: _Optional[bool] = ..., failed: _Optional[bool] = ..., slower_than: _Optional[float] = ..., skip: _Optional[int] = ..., outcome: _Optional[str] = ..., worker: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class TraceResponse(_message.Message):
     __slots__ = ("records", "places", "matched")

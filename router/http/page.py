@@ -3,12 +3,12 @@
     /                 the page
     /live             `router.live.Live.look`
     /live/ID          the record of a request that has ended
-    /requests         a list of such records: `sort`, `ascending`, `failed`, `slower_than`, `skip`, `limit` as in `router.listing.Query`
+    /requests         a list of such records: `sort`, `ascending`, `failed`, `slower_than`, `outcome`, `worker`, `tenant`, `skip`,
+                      `limit` as in `router.listing.Query`
     /curves           the last quarter of an hour, from the point with the number `since` on
     /v1/...           the HTTP door
 
-Another page must not reach this one through a visitor's browser. So requests from another origin are refused and, on loopback, requests
-under another host name as well (DNS rebinding).
+Another page must not reach this one through a visitor's browser (`strangers`).
 """
 
 import asyncio
@@ -30,6 +30,7 @@ from baton.cluster.keys import ApiKeys
 from router.curves import KEPT, STEP_S
 from router.http.app import HttpDoor
 from router.http.errors import HttpError, bad_value, to_http, to_json
+from router.http.strangers import HEADERS, answer, refusal, refuse_strangers
 from router.listing import Query
 from router.live import Live
 
@@ -37,12 +38,6 @@ STATIC = Path(__file__).parent / "static"
 FILES = {"/": "page.html", **{f"/{path.name}": path.name for path in sorted(STATIC.glob("*.[cj]s*"))}}
 SHARED_S = 0.25  # for which a look serves other visitors, too
 PAGE_ROWS = 100  # of a list, at most
-HEADERS = {
-    "cache-control": "no-store",
-    "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-}
 
 
 class Page:
@@ -58,37 +53,29 @@ class Page:
         self._made, self._made_at = b"", -SHARED_S
         files = [Route(path, self._file) for path in FILES]
         data = {"/live": self._look, "/live/{request_id:path}": self._find, "/requests": self._list, "/curves": self._draw}
-        self._router = Router([*files, *(Route(path, answer) for path, answer in data.items())], redirect_slashes=False)
+        self._router = Router([*files, *(Route(path, make) for path, make in data.items())], redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._refuse_strangers(Headers(scope=scope))
+            refuse_strangers(Headers(scope=scope), self._only_loopback)
             if scope["path"].startswith("/v1/"):
                 await self._door(scope, receive, send)
                 return
             scope["app"] = self  # starlette's router looks for it before it refuses
             await self._router(scope, receive, send)
         except BatonError as error:
-            await _refusal(to_http(error))(scope, receive, send)
+            await refusal(to_http(error))(scope, receive, send)
         except HttpError as error:
-            await _refusal(error)(scope, receive, send)
+            await refusal(error)(scope, receive, send)
         except HTTPException as error:
-            await _refusal(HttpError(error.status_code, error.detail, headers=error.headers))(scope, receive, send)
-
-    def _refuse_strangers(self, headers: Headers) -> None:
-        host = headers.get("host", "")
-        origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != host:
-            raise HttpError(403, "this page answers only requests from itself", code="foreign_origin")
-        if self._only_loopback and not is_loopback(_name(host)):
-            raise HttpError(403, "open this page at the address that it listens on", code="foreign_host")
+            await refusal(HttpError(error.status_code, error.detail, headers=error.headers))(scope, receive, send)
 
     async def _file(self, request: Request) -> Response:
         return FileResponse(STATIC / FILES[request.url.path], headers=HEADERS)
 
     async def _look(self, request: Request) -> Response:
         self._keys.tenant(request.headers.get("authorization"))
-        return _answer(await self._shared())
+        return answer(await self._shared())
 
     async def _shared(self) -> bytes:
         """The state, made once for all visitors of a moment: of a thousand workers it takes milliseconds."""
@@ -106,8 +93,10 @@ class Page:
         return _json(self._for(request, found))
 
     async def _list(self, request: Request) -> Response:
-        self._keys.tenant(request.headers.get("authorization"))
+        own = self._keys.tenant(request.headers.get("authorization"))
         query = _query(request.query_params)
+        if query.tenant not in ("", own) and self._keys and not self._keys.is_admin(request.headers.get("authorization")):
+            raise bad_value("tenant", "only a key with admin=yes may ask for the requests of another tenant")
         listed, matched = await self._live.ended(query)
         return _json({"requests": [self._for(request, record) for _, record in listed], "matched": matched, "skip": query.skip})
 
@@ -138,7 +127,10 @@ def _query(given: Mapping[str, str]) -> Query:
     limit = _whole(given, "limit", PAGE_ROWS)
     if limit > PAGE_ROWS:
         raise bad_value("limit", f"must be at most {PAGE_ROWS}")
-    return Query(given.get("sort", "age"), **flags, slower_than=slower_than, skip=_whole(given, "skip", 0), limit=limit)
+    return Query(
+        given.get("sort", "age"), flags["ascending"], flags["failed"], slower_than,
+        given.get("outcome", ""), given.get("worker", ""), given.get("tenant", ""), _whole(given, "skip", 0), limit,
+    )  # fmt: skip
 
 
 def _whole(given: Mapping[str, str], name: str, default: int) -> int:
@@ -149,18 +141,4 @@ def _whole(given: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _json(value: Any) -> Response:
-    return _answer(to_json(value))
-
-
-def _answer(text: bytes) -> Response:
-    return Response(text, headers=HEADERS, media_type="application/json")
-
-
-def _name(host: str) -> str:
-    """The name in `name:port`, or the address in `[address]:port`."""
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-
-
-def _refusal(error: HttpError) -> Response:
-    headers: Mapping[str, str] = {**HEADERS, **error.headers}
-    return Response(to_json(error.body), error.status, headers, "application/json")
+    return answer(to_json(value))

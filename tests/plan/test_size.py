@@ -9,13 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.main import app
-from baton.cli.size import shown
 from baton.engine.model.checkpoint import expected_tensors
 from baton.engine.model.config_json import read_config
 from baton.plan import formulae
 from baton.plan.hardware import DEVICES, Efficiency
 from baton.plan.shape import KNOWN, shape_of
-from baton.plan.size import Asked, Figure, figures
+from baton.plan.size import Asked, Figure, figures, shown
 
 STATED = Efficiency(1, 1, "all of it")
 COMMON: dict[str, Any] = {

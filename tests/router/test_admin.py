@@ -261,6 +261,8 @@ async def test_lists_of_all_routers_are_one_list() -> None:
             assert await listed(stub, last=2, skip=1, sort="total", ascending=True) == (["r1", "r2"], 6)
             assert await listed(stub, last=9, failed=True, sort="total") == (["r3", "r0"], 2)
             assert await listed(stub, last=9, slower_than=25.0, sort="age") == (["r5", "r4", "r3"], 3)
+            assert await listed(stub, last=9, outcome="failed", sort="total") == (["r3", "r0"], 2)
+            assert await listed(stub, last=9, worker="nobody") == await listed(stub, last=9, tenant="nobody") == ([], 0)
         assert await listed(first, last=9, alone=True) == (["r4", "r2", "r0"], 3)
         with pytest.raises(grpc.RpcError) as caught:
             await listed(first, last=9, sort="colour")

@@ -1,5 +1,6 @@
 """Lists of the requests that have ended: which of them, in which order, and how far."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from baton.cluster.errors import BatonError, Reason
 from router.journal import Record
 from router.listing import MOST_LISTED, VALUES, Query, choose
-from router.request import Stopwatch, Trace
+from router.request import Failure, Lap, Stopwatch, Trace
 from router.slo import Times
 
 
@@ -57,6 +58,23 @@ def test_a_list_can_be_narrowed() -> None:
     assert names(failed=True) == "ca" and names(slower_than=3.0) == "cb" and names(slower_than=3.0, failed=True) == "c"
 
 
+def test_a_list_is_narrowed_to_an_outcome_a_worker_and_a_tenant() -> None:
+    one, other, failed = record("one"), record("other", outcome="failed"), record("failed", outcome="failed")
+    one.trace.watch.laps += [Lap("prefill", 0.1, "prefill-0"), Lap("decode", 0.2, "decode-1")]
+    other.trace.watch.laps.append(Lap("prefill", 0.1, "prefill-1"))
+    failed.trace.failures.append(Failure(0.1, "decode-1", "WORKER_LOST"))
+    kept = [one, replace(other, tenant="shop"), failed]
+
+    def found(**query: Any) -> list[str]:
+        listed, matched = choose(kept, Query(limit=9, **query))
+        assert matched == len(listed)
+        return [each.record.request_id for each in listed]
+
+    assert found(worker="decode-1") == ["one", "failed"] and found(worker="decode") == [] and found(worker="prefill-1") == ["other"]
+    assert found(outcome="failed") == ["other", "failed"] and found(outcome="failed", worker="decode-1") == ["failed"]
+    assert found(tenant="shop") == ["other"] and found(tenant="bank") == [] and found() == ["one", "other", "failed"]
+
+
 def test_a_list_ends_at_its_limit_and_says_how_many_match() -> None:
     listed, matched = choose(KEPT, Query("total", skip=1, limit=1))
     assert [one.record.request_id for one in listed] == ["c", "b"] and matched == 4, "what is skipped is needed to merge lists"
@@ -75,6 +93,9 @@ def test_lists_of_two_routers_merge_by_their_places() -> None:
         ({"sort": "colour"}, "sort"),
         ({"slower_than": float("nan")}, "slower_than"),
         ({"slower_than": -1.0}, "slower_than"),
+        ({"outcome": "lost"}, "outcome"),
+        ({"worker": "w" * 129}, "worker"),
+        ({"tenant": "t" * 129}, "tenant"),
         ({"limit": 0}, "limit"),
         ({"limit": MOST_LISTED + 1}, "limit"),
         ({"skip": MOST_LISTED}, "skip"),

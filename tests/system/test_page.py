@@ -291,6 +291,21 @@ def test_every_request_that_is_kept_can_be_found(page: Page, live: Cluster) -> N
     expect(page.locator("#ended tbody tr:not(.failed)")).to_have_count(0)
 
 
+def test_requests_are_found_by_how_they_ended_and_where(page: Page, live: Cluster) -> None:
+    assert ask_at_once(live, "found", 2) == 200 and ask_at_once(live, "over-the-top", 9000) == 400
+    page.get_by_label("ended", exact=True).select_option("invalid")
+    expect(page.locator("#ended tbody tr").first).to_contain_text("over-the-top", timeout=SLOW)
+    expect(page.locator("#ended tbody tr:not(.failed)")).to_have_count(0)
+    page.get_by_label("ended", exact=True).select_option("ok")
+    expect(page.locator("#ended tbody tr").first).to_contain_text("found", timeout=SLOW)
+    where = page.evaluate("fetch('live/found').then(answer => answer.json())")["laps"][-1]["worker"]
+    for worker in ("decode-0", "decode-1"):
+        page.get_by_label("at worker").select_option(worker)
+        told = page.evaluate(f"fetch('requests?outcome=ok&worker={worker}&limit=20').then(answer => answer.json())")["requests"]
+        expect(page.locator("#ended tbody tr th")).to_have_text([one["request_id"] for one in told], timeout=SLOW)
+        assert ("found" in [one["request_id"] for one in told]) == (worker == where)
+
+
 def test_the_bars_of_the_list_have_one_scale(page: Page, live: Cluster) -> None:
     assert ask_at_once(live, "brief", 1) == ask_at_once(live, "lengthy", 200) == 200
     expect(page.locator("#ended tbody tr").first).to_contain_text("lengthy", timeout=SLOW)

@@ -2,7 +2,7 @@
 import { loadCurves } from "./curves.js";
 import { showPlayground } from "./playground.js";
 import { showPools } from "./pools.js";
-import { showErrors, showList, showOpen } from "./requests.js";
+import { offerWorkers, showErrors, showList, showOpen } from "./requests.js";
 import { $, bytes, clock, count, get, hasKey, percent, short, useKey } from "./show.js";
 
 const EVERY_MS = 500;
@@ -48,6 +48,7 @@ function show(now) {
   showNumbers(now);
   showTotals(now);
   showPools(now);
+  offerWorkers(now.workers);
   showOpen(now.requests);
   showErrors(now.errors);
   showList(Object.values(now.totals.outcomes).reduce((sum, one) => sum + one, 0));
@@ -102,6 +103,17 @@ function showTotals({ totals, routers }) {
 function places({ drafted_at: drafted, accepted_at: right }) {
   return Object.entries(drafted).sort(([one], [other]) => one - other).map(([place, made]) => percent((right[place] ?? 0) / made)).join(", ") || "–";
 }
+
+// The cockpit's own process listens on loopback, so there is a link where this page is there, too.
+const COCKPIT = { host: "127.0.0.1", port: "8475" };
+if (/^(localhost|127\.[\d.]+|\[::1\])$/.test(location.hostname)) {
+  $("cockpit_link").href = Object.assign(new URL("/", location.href), { protocol: "http:", hostname: COCKPIT.host, port: COCKPIT.port }).href;
+  $("cockpit_place").hidden = false;
+}
+$("to_cockpit").addEventListener("click", (event) => {
+  event.preventDefault();
+  $("cockpit").showModal();
+});
 
 $("login").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -6,6 +6,7 @@ const FOLLOW_MS = 2000; // new requests are added at most this often
 const MOST_OPEN = 6;
 const STAGES = [...document.querySelectorAll("#ended th.stage button")].map((button) => button.dataset.sort);
 
+const NARROWED = { outcome: "outcome", worker: "at_worker", tenant: "tenant" }; // field of the question → element
 const asked = { sort: "age", ascending: false, skip: 0 };
 let matched = 0;
 let ended = -1; // how many requests had ended when the list was last asked for
@@ -26,11 +27,17 @@ async function load() {
   const question = ++latest;
   const query = new URLSearchParams({ sort: asked.sort, ascending: asked.ascending, skip: asked.skip, limit: ROWS, failed: $("only_failed").checked });
   if ($("slower_than").valueAsNumber > 0) query.set("slower_than", $("slower_than").value);
+  for (const [name, id] of Object.entries(NARROWED)) if ($(id).value) query.set(name, $(id).value);
   try {
     const told = await get(`requests?${query}`);
     if (question === latest) show(told);
-  } catch {
-    if (question === latest) ended = -1; // ask again when there is a connection
+    $("tenant").setCustomValidity("");
+  } catch (error) {
+    if (question !== latest) return;
+    const refused = error.status === 400 && $("tenant").value; // the key's own requests alone may be asked for
+    $("tenant").setCustomValidity(refused ? "only a key with admin=yes may ask for another tenant" : "");
+    if (refused) $("tenant").reportValidity();
+    else ended = -1; // ask again when there is a connection
   }
 }
 
@@ -40,6 +47,7 @@ function show(told) {
   const longest = Math.max(...rows.map((record) => record.e2e), 0);
   const tenants = rows.some((record) => record.tenant);
   document.querySelector("#ended th.tenant").hidden = !tenants;
+  if (tenants) $("of_tenant").hidden = false;
   $("scale").textContent = rows.length ? `0 – ${time(longest)}` : "";
   $("ended").tBodies[0].replaceChildren(...rows.map((record) => row(record, longest, tenants)));
   $("range").textContent = rows.length ? `${told.skip + 1}–${told.skip + rows.length} of ${matched}` : "none";
@@ -132,6 +140,17 @@ function facts(record) {
   return make("dl", {}, ...Object.entries(told).filter(([, text]) => text).flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
 }
 
+// The workers to choose from: those that are there, and the one that is chosen.
+export function offerWorkers(workers) {
+  const select = $("at_worker");
+  const names = workers.map((worker) => worker.name).sort();
+  if (select.value && !names.includes(select.value)) names.push(select.value);
+  if (document.activeElement === select || [...select.options].slice(1).map((option) => option.value).join() === names.join()) return;
+  const chosen = select.value;
+  select.replaceChildren(select.options[0], ...names.map((name) => make("option", {}, name)));
+  select.value = chosen;
+}
+
 // Errors, and what is in flight
 
 export function showErrors(errors) {
@@ -171,7 +190,7 @@ for (const button of document.querySelectorAll("#ended button[data-sort]")) {
   });
 }
 $("only_failed").addEventListener("change", () => turn({ skip: 0 }));
-$("slower_than").addEventListener("change", () => turn({ skip: 0 }));
+for (const id of ["slower_than", ...Object.values(NARROWED)]) $(id).addEventListener("change", () => turn({ skip: 0 }));
 $("first").addEventListener("click", () => turn({ skip: 0 }));
 $("earlier").addEventListener("click", () => turn({ skip: Math.max(0, asked.skip - ROWS) }));
 $("later").addEventListener("click", () => turn({ skip: asked.skip + ROWS }));

@@ -108,8 +108,13 @@ async def test_live_data_and_single_requests_are_served(tokenizer: Tokenizer) ->
 
 
 async def test_a_list_of_requests_is_served_page_by_page(tokenizer: Tokenizer) -> None:
-    told = (await ask(tokenizer, "/requests?sort=total&ascending=true&failed=true&slower_than=0.5&skip=50&limit=25")).json
-    asked = {"sort": "total", "ascending": True, "failed": True, "slower_than": 0.5, "skip": 50, "limit": 25}
+    told = (
+        await ask(
+            tokenizer, "/requests?sort=total&ascending=true&failed=true&slower_than=0.5&outcome=ok&worker=d0&tenant=x&skip=50&limit=25"
+        )
+    ).json
+    narrowed = {"slower_than": 0.5, "outcome": "ok", "worker": "d0", "tenant": "x"}
+    asked = {"sort": "total", "ascending": True, "failed": True, **narrowed, "skip": 50, "limit": 25}
     assert told["requests"][0]["request_id"] == asked and told["matched"] == 512 and told["skip"] == 50
     asked = asdict(Query(limit=PAGE_ROWS))
     assert (await ask(tokenizer, "/requests")).json["requests"][0]["request_id"] == asked
@@ -124,6 +129,7 @@ async def test_a_list_of_requests_is_served_page_by_page(tokenizer: Tokenizer) -
         ("slower_than=fast", "slower_than"),
         ("slower_than=nan", "slower_than"),
         ("slower_than=-1", "slower_than"),
+        ("outcome=lost", "outcome"),
         ("skip=-1", "skip"),
         ("skip=999999", "skip"),
         ("limit=0", "limit"),
@@ -146,6 +152,17 @@ async def test_a_tenant_is_not_told_the_names_of_others(tokenizer: Tokenizer) ->
 
     assert await tenants("secret") == ["shop", ""] and await tenants("root") == ["shop", "bank"]
     assert (await ask(tokenizer, "/live/r1", keys=keys, authorization="Bearer root")).json["tenant"] == "shop"
+
+
+async def test_a_tenant_may_ask_for_its_own_requests_alone(tokenizer: Tokenizer) -> None:
+    """How many requests another tenant has is not told either."""
+    keys = ApiKeys([*KEYS_OF_TWO])
+
+    async def asked(key: str, tenant: str) -> Any:
+        return await ask(tokenizer, f"/requests?tenant={tenant}", keys=keys, authorization=f"Bearer {key}")
+
+    assert (await asked("secret", "bank")).error["param"] == "tenant"
+    assert (await asked("secret", "shop")).status == (await asked("root", "bank")).status == 200
 
 
 async def test_the_playground_uses_the_same_door(tokenizer: Tokenizer) -> None:

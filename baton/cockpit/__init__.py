@@ -1,0 +1,1 @@
+"""The cockpit: experiments on the running cluster and in the simulator, with live charts, and the calculators, on a page of its own."""

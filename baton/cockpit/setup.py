@@ -1,0 +1,100 @@
+"""The cluster of a simulated run: its sizes, the times of its parts, and what is to be said of them first."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from baton.cluster.config_router import RouterConfig, SloConfig
+from baton.cluster.errors import invalid
+from baton.cockpit.knobs import Settings
+from baton.cockpit.load import Load
+from baton.engine.core.limits import Batching
+from baton.plan import formulae
+from baton.plan.hardware import DEVICES, MEASURED
+from baton.plan.shape import KNOWN
+from baton.plan.sheet import profile_of
+from baton.plan.size import RESERVE
+from baton.predict.predict import Offer, doubts
+from baton.predict.setting import DEFAULTS, Setting
+from baton.profile.file import Profile
+from baton.profile.models import Work
+from baton.simulate.cluster import BLOCK, Sizes
+from baton.simulate.workers import Times
+from loadtest.window import Window
+
+GUESS_COST = 0.1  # of a guess, in decode steps (`baton size --guess-cost`)
+MOST_BLOCKS = 1 << 17  # of a worker that are simulated
+TIMEOUT_S = 60.0
+BATCHINGS: tuple[Batching, ...] = get_args(Batching)
+SPECULATION = "a step with guesses takes t(b (k + 1)) + k c t(b), and yields (1 - a^(k + 1)) / (1 - a) tokens of each sequence"
+
+
+class Guessing:
+    """How long a decode step takes per token of each sequence, if every sequence has `guesses` guesses of which each is right with the
+    probability `acceptance` as long as those before it were: t(b (k + 1)) + k c t(b), over (1 - a^(k + 1)) / (1 - a) (Leviathan et al.
+    2023, equation 1). t is what a step takes without guesses, b its sequences. Steps with prompts have none."""
+
+    def __init__(self, times: Times, acceptance: float, guesses: int, cost: float = GUESS_COST) -> None:
+        self._pace, self._guesses, self._cost = times.pace, guesses, cost
+        self._tokens = formulae.tokens_per_step(acceptance, guesses)
+
+    def __call__(self, work: Work) -> float:
+        plain = self._pace(work)
+        if work.tokens or not work.decodes:
+            return plain
+        verified = self._pace(work._replace(decodes=work.decodes * (self._guesses + 1)))
+        return (verified + self._guesses * self._cost * plain) / self._tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    setting: Setting
+    profile: Profile
+    times: Times
+    doubts: tuple[str, ...]
+
+
+def simulation_of(settings: Settings, load: Load, measured: Path | None) -> Simulation:
+    """`measured`: the file of a profile. Raises BatonError(INVALID_FIELD), and ProfileError for that file."""
+    if settings.by == "profile":
+        if measured is None:
+            raise invalid("by", "no profile was given: `baton profile` measures one, and `baton cockpit --profile FILE` takes it")
+        profile = Profile.load_file(measured)
+        blocks = int(profile.engine.get("kv_blocks", DEFAULTS["kv_blocks"]))
+        chunk = int(profile.engine.get("max_num_batched_tokens", DEFAULTS["max_num_batched_tokens"]))
+    else:
+        profile, blocks, chunk = _of_sheet(settings)
+    if load.longest > blocks * BLOCK:
+        raise invalid("prompt", f"a request has {load.longest} tokens, and a worker has room for the KV of {blocks * BLOCK}")
+    sizes = Sizes(
+        settings.prefill, settings.decode, settings.batch, blocks, chunk, BLOCK, blocks * BLOCK, batching=_batching(settings.batching),
+    )  # fmt: skip
+    setting = Setting(sizes, RouterConfig(), SloConfig(ttft_s=settings.ttft_ms / 1000, tpot_s=settings.tpot_ms / 1000))
+    times = Times.of(profile)
+    said = list(doubts(setting, profile, Offer(load.items, load.times, Window(settings.duration_s), TIMEOUT_S)))
+    if settings.speculation == "on":
+        times = replace(times, pace=Guessing(times, settings.acceptance, settings.guesses))
+        said.append(f"guesses are a formula: {SPECULATION}, with k = {settings.guesses}, a = {settings.acceptance:g}, c = {GUESS_COST:g}")
+    return Simulation(setting, profile, times, tuple(said))
+
+
+def _of_sheet(settings: Settings) -> tuple[Profile, int, int]:
+    """The profile, the blocks of KV beside the weights, and the tokens of a step."""
+    shape, device = KNOWN[settings.model], DEVICES[settings.device]
+    weight_bits, kv_bits = float(settings.weight_bits), float(settings.kv_bits)
+    weights = formulae.weight_bytes(shape.parameters, weight_bits)
+    room = device.memory * settings.gpus * (1 - RESERVE) - weights
+    blocks = int(room // (shape.kv_bytes(kv_bits / 8) * BLOCK))
+    if blocks < 1:
+        raise invalid(
+            "model", f"{shape.name} has {weights / 1e9:.3g} GB of weights: {settings.gpus} x {device.name} have no room for them and KV"
+        )
+    made = profile_of(shape, device, MEASURED, devices=settings.gpus, weight_bits=weight_bits, kv_bits=kv_bits, batch=settings.batch)
+    return made, min(blocks, MOST_BLOCKS), 2048
+
+
+def _batching(name: str) -> Batching:
+    for known in BATCHINGS:
+        if name == known:
+            return known
+    raise invalid("batching", f"must be one of {', '.join(BATCHINGS)}")

@@ -1,0 +1,206 @@
+"""The cockpit in a real browser: experiments on a real cluster and in the simulator, with the mouse and with the keyboard alone.
+
+`BATON_TEST_PICTURES=folder` saves screenshots at two widths, light and dark.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from live_cluster import Cluster, cluster
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from baton.cli.up import SHIPPED
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [pytest.mark.system, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")]
+ALONE = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync",
+]  # fmt: skip
+SLOW, RUN = 60_000, 180_000  # ms
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+CHARTS = ["Time to first token", "Time per output token", "Output tokens/s", "Queue", "KV in use", "Batch use"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ALONE)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Cluster]:
+    with cluster(SHIPPED, prefill=1, decode=1) as running:
+        yield running
+
+
+@contextmanager
+def cockpit(live: Cluster, *flags: str) -> Iterator[str]:
+    """The address at which `baton cockpit` serves its page, until the end."""
+    command = [sys.executable, "-m", "baton", "cockpit", "--name", live.name, "--port", "0", "--no-browser", *flags]
+    with subprocess.Popen(command, env=live.env, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0, "Ctrl-C ends it in good order"
+
+
+@contextmanager
+def opened(browser: Browser, url: str, allowed: str = "", **options: Any) -> Iterator[Page]:
+    """A visitor. An error or warning in the console is a failure, and so is a request to another server."""
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+    page, complaints = context.new_page(), list[str]()
+    page.on("console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: None if request.url.startswith((url, "data:")) else complaints.append(request.url))
+    page.set_default_timeout(SLOW)
+    try:
+        page.goto(url)
+        yield page
+        assert not [text for text in complaints if not (allowed and allowed in text)]
+    finally:
+        context.close()
+
+
+def knob(page: Page, name: str) -> Any:
+    return page.get_by_role("slider", name=name, exact=True)
+
+
+def finish(page: Page) -> str:
+    """What is said of the run once it is done."""
+    said = page.get_by_role("status").filter(has_text="requests ended ok")
+    expect(said).to_be_visible(timeout=RUN)
+    return said.inner_text()
+
+
+def picture(page: Page, name: str) -> None:
+    if folder := os.environ.get("BATON_TEST_PICTURES"):
+        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
+
+
+def test_an_experiment_runs_on_the_cluster_and_its_numbers_can_be_read(browser: Browser, live: Cluster) -> None:
+    with cockpit(live) as url, opened(browser, url) as page:
+        page.get_by_role("button", name="Continuous batching").click()
+        expect(page.get_by_role("radio", name="real cluster")).to_be_checked()
+        knob(page, "Seconds").fill("6")
+        knob(page, "Requests per second").fill("3")
+        expect(knob(page, "Requests per second")).to_have_attribute("aria-valuetext", "3 /s")
+        page.get_by_role("button", name="Start on the real cluster").click()
+        expect(page.get_by_role("button", name="Stop")).to_be_enabled()
+        assert re.search(r"^done: (\d+) of \1 requests ended ok, TTFT P50 [\d.]+ m?s, per token P50 [\d.]+ ms", finish(page))
+        expect(page.locator("#label")).to_have_text("real cluster")
+        for title in CHARTS:
+            chart = page.get_by_role("img", name=re.compile(f"^{re.escape(title)}, real cluster: .*highest"))
+            expect(chart).to_be_visible()
+        chart = page.get_by_role("img", name=re.compile("^Output tokens/s"))
+        chart.focus()
+        page.keyboard.press("ArrowLeft")
+        expect(page.locator("figure", has=chart).locator(".values")).to_contain_text(re.compile(r"^\d+ s"))
+        row = page.locator("#runs tbody tr").first
+        expect(row).to_contain_text("real cluster")
+        expect(row).to_contain_text(re.compile(r"tale, 1 prefill, 1 decode · requests per second 3 /s"))
+        live.wait(lambda: not live.residue())
+
+
+def test_the_simulator_is_used_with_the_keyboard_alone_and_runs_are_compared(browser: Browser, live: Cluster) -> None:
+    with cockpit(live) as url, opened(browser, url) as page:
+        first = page.get_by_role("button", name="Static batching")
+        first.focus()
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("radio", name="simulated")).to_be_checked()
+        expect(page.get_by_role("radio", name="real cluster")).to_be_disabled()
+        expect(page.locator("#instead")).to_contain_text("--engine.batching static")
+        seconds = knob(page, "Seconds")
+        before = int(seconds.input_value())
+        seconds.focus()
+        for _ in range(before - 6):
+            page.keyboard.press("ArrowLeft")
+        expect(seconds).to_have_attribute("aria-valuetext", "6 s")
+        page.get_by_role("button", name="Start in the simulator").focus()
+        page.keyboard.press("Enter")
+        slow = finish(page)
+        expect(page.locator("#doubts")).to_contain_text("Outside of what was validated: nothing was measured")
+        expect(page.locator("#label")).to_have_text("simulated")
+        page.get_by_role("combobox", name="Batching").select_option("continuous")
+        page.get_by_role("button", name="Start in the simulator").focus()
+        page.keyboard.press("Enter")
+        expect(page.locator("#shown")).to_have_text("Run 2: Static batching")
+        quick = finish(page)
+        assert ttft(slow) > 3 * ttft(quick), "who joins a static batch waits for it to end"
+        compare = page.get_by_role("button", name="Compare run 1")
+        compare.focus()
+        page.keyboard.press("Enter")
+        expect(page.locator("#shown")).to_have_text("Run 2: Static batching, with 1 (simulated)")
+        expect(page.get_by_role("button", name="Compare run 1")).to_be_focused()
+        expect(page.get_by_role("img", name=re.compile("^Queue, simulated: run 2 .*, run 1 "))).to_be_visible()
+        for width in (1280, 390):
+            page.set_viewport_size({"width": width, "height": 900})
+            for scheme in SCHEMES:
+                page.emulate_media(color_scheme=scheme)
+                page.wait_for_timeout(300)
+                picture(page, f"cockpit-{width}-{scheme}")
+                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
+
+
+def ttft(said: str) -> float:
+    """Milliseconds."""
+    found = re.search(r"TTFT P50 ([\d.]+) (m?s)", said)
+    assert found is not None
+    return float(found[1]) * (1 if found[2] == "ms" else 1000)
+
+
+def test_what_is_refused_is_shown_at_its_slider(browser: Browser, live: Cluster) -> None:
+    with cockpit(live) as url, opened(browser, url, allowed="400 (Bad Request)") as page:
+        page.get_by_role("button", name="Continuous batching").click()
+        knob(page, "Prompt").fill("2048")
+        knob(page, "Output").fill("512")
+        page.get_by_role("button", name="Start on the real cluster").click()
+        expect(page.get_by_role("alert")).to_contain_text("prompt: with the output it is longer than the")
+        expect(knob(page, "Prompt")).to_have_attribute("aria-invalid", "true")
+        knob(page, "Prompt").fill("128")
+        expect(page.get_by_role("alert")).to_have_count(0)
+        page.get_by_role("spinbutton", name="Prompt, tokens").fill("0")
+        expect(page.locator("#size_refused")).to_contain_text("prompt: must be from 1")
+        page.get_by_role("spinbutton", name="Prompt, tokens").fill("1000")
+        expect(page.get_by_role("row", name=re.compile("^KV of a prompt 131 MB KV of a token x 1000"))).to_be_visible()
+
+
+def test_a_cluster_that_is_gone_leaves_the_simulator(browser: Browser, live: Cluster) -> None:
+    with cockpit(live) as url, opened(browser, url, allowed="503 (Service Unavailable)") as page:
+        page.get_by_role("button", name="Continuous batching").click()
+        expect(page.get_by_role("radio", name="real cluster")).to_be_checked()
+        router = live.status()["router"]["pid"]
+        os.kill(router, signal.SIGSTOP)
+        try:
+            page.get_by_role("button", name="Start").click()
+            expect(page.locator("#refused, #instead").filter(has_text="the cluster does not answer").first).to_be_visible()
+            expect(page.get_by_role("radio", name="real cluster")).to_be_disabled()
+            expect(page.locator("#connection")).to_have_text("simulator alone")
+        finally:
+            os.kill(router, signal.SIGCONT)
+        expect(page.get_by_role("radio", name="real cluster")).to_be_enabled()
+
+
+def test_the_live_page_has_a_tab_for_it_and_the_cockpit_leads_back(browser: Browser, live: Cluster) -> None:
+    with opened(browser, f"http://{live.page}/") as page:
+        page.get_by_role("link", name="Cockpit").click()
+        dialog = page.get_by_role("dialog", name="Cockpit")
+        expect(dialog).to_contain_text("baton cockpit")
+        expect(dialog.get_by_role("link")).to_have_attribute("href", "http://127.0.0.1:8475/")
+        page.keyboard.press("Escape")
+        expect(dialog).not_to_be_visible()
+    with cockpit(live) as url, opened(browser, url) as page:
+        expect(page.get_by_role("link", name="Live")).to_have_attribute("href", f"http://{live.page}/")
