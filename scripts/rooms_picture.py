@@ -49,7 +49,7 @@ BOXES = {
     "baton.access": Box(0, 2, "use", "reaching a cluster"),
     "baton": Box(0, 4, "use", "the client"),
     "baton.launch": Box(1, 4, "use", "keeping alive"),
-    "baton.cockpit": Box(2, 1, "use", "experiments, a page"),
+    "baton.cockpit": Box(2, 0, "use", "experiments, a page"),
     "baton.predict": Box(1, 1, "use", "reports, simulated"),
     "baton.simulate": Box(2, 2, "router", "virtual time"),
     "router": Box(2, 4, "router", "doors, dispatch"),

@@ -149,7 +149,7 @@ class Bench:
             run.state, run.message = "failed", str(error) or type(error).__name__
 
     async def _real(self, run: RunKept, experiment: Experiment, settings: Settings, opened: Opened) -> None:
-        load, meter, live = load_of(experiment, settings, seed=run.id), Meter(), Live()
+        load, meter, live = load_of(experiment, settings), Meter(), Live()
         began = loop_time()
 
         async def watch() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from uuid import uuid4
 
 import grpc
@@ -36,10 +37,11 @@ class Facts:
 
 
 class Cluster:
-    """Found again at each experiment: one that was started anew has other ports."""
+    """Found again each time, because one that was started anew has other ports; but a port-forward to a release stays."""
 
     def __init__(self, place: Place, identity: Identity) -> None:
-        self._find: Find = lambda endpoint: find(endpoint, place, identity)  # type: ignore[arg-type]
+        look: Find = lambda endpoint: find(endpoint, place, identity)  # type: ignore[arg-type]  # noqa: E731
+        self._find = look if place.release is None else cache(look)
 
     async def facts(self) -> Facts:
         """Raises BatonError(NO_WORKER) with the reason if there is no cluster, or it does not answer."""

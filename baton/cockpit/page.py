@@ -102,7 +102,7 @@ class Cockpit:
             try:
                 self._facts = asdict(await self._bench.cluster.facts()) | {"gone": ""}
             except BatonError as error:
-                self._facts = {"gone": str(error)}
+                self._facts = {"gone": error.message}
         return self._facts
 
     async def _run(self, request: Request) -> Response:
@@ -115,7 +115,13 @@ class Cockpit:
         return _json(run.told(int(since)))
 
     async def _start(self, request: Request) -> Response:
-        return _json((await self._bench.start(await _body(request))).told(), 202)
+        asked = await _body(request)
+        try:
+            return _json((await self._bench.start(asked)).told(), 202)
+        except BatonError as error:
+            if error.reason is Reason.NO_WORKER:
+                self._facts_at = -FACTS_EVERY_S  # what is known of the cluster is out of date
+            raise
 
     async def _stop(self, request: Request) -> Response:
         self._bench.stop()

@@ -8,6 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from http_door import Call
 
@@ -259,6 +260,20 @@ async def test_a_simulated_run_is_labelled_and_static_batches_wait(tmp_path: Pat
     assert static["requests"] == continuous["requests"] > 50, "the same requests"
     assert static["ttft_p50"] > 5 * continuous["ttft_p50"]
     assert (await ask(page, "/forget", "POST", {"id": 1})).status == 200 and [*bench.runs] == [2]
+
+
+async def test_a_simulation_that_is_stopped_leaves_no_process() -> None:
+    page, bench = cockpit()
+
+    def processes() -> list[psutil.Process]:
+        return [one for one in psutil.Process().children() if "baton.cockpit.simulated" in " ".join(one.cmdline())]
+
+    number = (await ask(page, "/start", "POST", start("simulated", "static", duration_s=120, output=128))).json["id"]
+    async with asyncio.timeout(60):
+        while not processes():
+            await asyncio.sleep(0.02)
+    await ask(page, "/stop", "POST", {})
+    assert (await ended(bench, number)).state == "stopped" and not processes()
 
 
 async def test_a_simulation_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

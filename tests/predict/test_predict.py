@@ -89,6 +89,16 @@ def test_what_was_not_measured_is_said_first() -> None:
     assert len(doubts(guessing, PROFILE, offer())) == 2
 
 
+def test_batches_form_as_the_engine_is_configured() -> None:
+    """A static batch starts together, so what comes while one runs waits for its end."""
+    spread, waits = offer(20.0, output="4-120"), {}
+    for batching in ("continuous", "dynamic", "static"):
+        setting = setting_of(config(0, 1, engine={"batching": batching, "max_num_seqs": 16, "batch_wait_s": 0.2}), PROFILE)
+        assert setting.sizes.limits.batching == batching and not setting.unknown
+        waits[batching] = predict(setting, PROFILE, spread, SLO, draws=0).figures["TTFT P50 (ms)"].value
+    assert waits["continuous"] < waits["dynamic"] / 2 and waits["dynamic"] <= waits["static"]
+
+
 def test_strides_change_no_time_but_when_tokens_within_them_are_told() -> None:
     """A large cluster is simulated in strides: first and last tokens come when they come step by step."""
     setting, load = setting_of(config(3, 3, router={"bypass_tokens": 0}), PROFILE), offer(30.0, output="20-60")

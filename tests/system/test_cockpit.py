@@ -94,18 +94,18 @@ def picture(page: Page, name: str) -> None:
 def test_an_experiment_runs_on_the_cluster_and_its_numbers_can_be_read(browser: Browser, live: Cluster) -> None:
     with cockpit(live) as url, opened(browser, url) as page:
         page.get_by_role("button", name="Continuous batching").click()
-        expect(page.get_by_role("radio", name="real cluster")).to_be_checked()
+        expect(page.get_by_role("radio", name="real cluster")).to_be_checked(timeout=SLOW)
         knob(page, "Seconds").fill("6")
         knob(page, "Requests per second").fill("3")
         expect(knob(page, "Requests per second")).to_have_attribute("aria-valuetext", "3 /s")
         page.get_by_role("button", name="Start on the real cluster").click()
-        expect(page.get_by_role("button", name="Stop")).to_be_enabled()
+        expect(page.get_by_role("button", name="Stop")).to_be_enabled(timeout=SLOW)
         assert re.search(r"^done: (\d+) of \1 requests ended ok, TTFT P50 [\d.]+ m?s, per token P50 [\d.]+ ms", finish(page))
         expect(page.locator("#label")).to_have_text("real cluster")
         for title in CHARTS:
-            chart = page.get_by_role("img", name=re.compile(f"^{re.escape(title)}, real cluster: .*highest"))
+            chart = page.get_by_role("img", name=f"{title}, real cluster: ")
             expect(chart).to_be_visible()
-        chart = page.get_by_role("img", name=re.compile("^Output tokens/s"))
+        chart = page.get_by_role("img", name="Output tokens/s, real cluster: ")
         chart.focus()
         page.keyboard.press("ArrowLeft")
         expect(page.locator("figure", has=chart).locator(".values")).to_contain_text(re.compile(r"^\d+ s"))
@@ -137,13 +137,13 @@ def test_the_simulator_is_used_with_the_keyboard_alone_and_runs_are_compared(bro
         page.get_by_role("combobox", name="Batching").select_option("continuous")
         page.get_by_role("button", name="Start in the simulator").focus()
         page.keyboard.press("Enter")
-        expect(page.locator("#shown")).to_have_text("Run 2: Static batching")
+        expect(page.locator("#shown")).to_have_text("Run 2: Static batching", timeout=SLOW)
         quick = finish(page)
         assert ttft(slow) > 3 * ttft(quick), "who joins a static batch waits for it to end"
         compare = page.get_by_role("button", name="Compare run 1")
         compare.focus()
         page.keyboard.press("Enter")
-        expect(page.locator("#shown")).to_have_text("Run 2: Static batching, with 1 (simulated)")
+        expect(page.locator("#shown")).to_have_text("Run 2: Static batching, with 1 (simulated)", timeout=SLOW)
         expect(page.get_by_role("button", name="Compare run 1")).to_be_focused()
         expect(page.get_by_role("img", name=re.compile("^Queue, simulated: run 2 .*, run 1 "))).to_be_visible()
         for width in (1280, 390):
@@ -168,30 +168,30 @@ def test_what_is_refused_is_shown_at_its_slider(browser: Browser, live: Cluster)
         knob(page, "Prompt").fill("2048")
         knob(page, "Output").fill("512")
         page.get_by_role("button", name="Start on the real cluster").click()
-        expect(page.get_by_role("alert")).to_contain_text("prompt: with the output it is longer than the")
+        expect(page.get_by_role("alert")).to_contain_text("prompt: with the output it is longer than the", timeout=SLOW)
         expect(knob(page, "Prompt")).to_have_attribute("aria-invalid", "true")
         knob(page, "Prompt").fill("128")
         expect(page.get_by_role("alert")).to_have_count(0)
         page.get_by_role("spinbutton", name="Prompt, tokens").fill("0")
-        expect(page.locator("#size_refused")).to_contain_text("prompt: must be from 1")
+        expect(page.locator("#size_refused")).to_contain_text("prompt: must be from 1", timeout=SLOW)
         page.get_by_role("spinbutton", name="Prompt, tokens").fill("1000")
-        expect(page.get_by_role("row", name=re.compile("^KV of a prompt 131 MB KV of a token x 1000"))).to_be_visible()
+        expect(page.get_by_role("row", name=re.compile("^KV of a prompt 131 MB KV of a token x 1000"))).to_be_visible(timeout=SLOW)
 
 
 def test_a_cluster_that_is_gone_leaves_the_simulator(browser: Browser, live: Cluster) -> None:
     with cockpit(live) as url, opened(browser, url, allowed="503 (Service Unavailable)") as page:
         page.get_by_role("button", name="Continuous batching").click()
-        expect(page.get_by_role("radio", name="real cluster")).to_be_checked()
+        expect(page.get_by_role("radio", name="real cluster")).to_be_checked(timeout=SLOW)
         router = live.status()["router"]["pid"]
         os.kill(router, signal.SIGSTOP)
         try:
             page.get_by_role("button", name="Start").click()
-            expect(page.locator("#refused, #instead").filter(has_text="the cluster does not answer").first).to_be_visible()
-            expect(page.get_by_role("radio", name="real cluster")).to_be_disabled()
-            expect(page.locator("#connection")).to_have_text("simulator alone")
+            expect(page.locator("#refused, #instead").filter(has_text="the cluster does not answer").first).to_be_visible(timeout=SLOW)
+            expect(page.get_by_role("radio", name="real cluster")).to_be_disabled(timeout=SLOW)
+            expect(page.locator("#connection")).to_have_text("simulator alone", timeout=SLOW)
         finally:
             os.kill(router, signal.SIGCONT)
-        expect(page.get_by_role("radio", name="real cluster")).to_be_enabled()
+        expect(page.get_by_role("radio", name="real cluster")).to_be_enabled(timeout=SLOW)
 
 
 def test_the_live_page_has_a_tab_for_it_and_the_cockpit_leads_back(browser: Browser, live: Cluster) -> None:
@@ -203,4 +203,4 @@ def test_the_live_page_has_a_tab_for_it_and_the_cockpit_leads_back(browser: Brow
         page.keyboard.press("Escape")
         expect(dialog).not_to_be_visible()
     with cockpit(live) as url, opened(browser, url) as page:
-        expect(page.get_by_role("link", name="Live")).to_have_attribute("href", f"http://{live.page}/")
+        expect(page.get_by_role("link", name="Live")).to_have_attribute("href", f"http://{live.page}/", timeout=SLOW)
