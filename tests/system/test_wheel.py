@@ -136,7 +136,8 @@ def test_the_wheel_installs_only_our_packages(wheel: Path, installed: Path) -> N
         path.name for path in site.iterdir() if not path.name.startswith(("pip", "setuptools", "baton_llm-", "libraries", "_", "distutils"))
     }
     assert ours == set(NAMES)
-    for needed in ("baton/models/tale/model.safetensors", "baton/models/tale/tokenizer.json", "router/http/static/page.html"):
+    needed_files = ("router/http/static/page.html", "baton/cockpit/static/cockpit.html", "baton/cockpit/static/uPlot.LICENSE")
+    for needed in ("baton/models/tale/model.safetensors", "baton/models/tale/tokenizer.json", *needed_files):
         assert needed in names, needed
 
 
