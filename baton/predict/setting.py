@@ -44,7 +44,8 @@ def setting_of(config: Config, profile: Profile, cores: int | None = None) -> Se
     length = config.model.max_model_len or int(profile.engine.get("max_model_len", DEFAULTS["max_model_len"]))
     sizes = Sizes(
         config.prefill.replicas, config.decode.replicas, option("max_num_seqs"), kv_blocks, option("max_num_batched_tokens"), block,
-        min(length, kv_blocks * block), config.engine.max_queue, config.engine.batching, config.engine.batch_wait_s,
+        min(length, kv_blocks * block), config.engine.max_queue, batching=config.engine.batching,
+        batch_wait_s=config.engine.batch_wait_s,
     )  # fmt: skip
     return Setting(sizes, config.router, config.slo, config.router.replicas, cores, tuple(_unknown(config, profile)))
 

@@ -30,14 +30,14 @@ class Workers(ModelledWorkers):
         self.wishes.append((worker.name, tuple(roles), prove))
         return tuple(roles), ()
 
-    async def prefill(self, worker: WorkerRecord, request: Any, timeout_s: float, *rest: Any) -> AsyncGenerator[Any, None]:  # type: ignore[override]
+    async def prefill(self, worker: WorkerRecord, request: Any, timeout_s: float, *rest: Any) -> AsyncGenerator[Any, None]:
         self._check(worker, "prefill")
         async for event in super().prefill(worker, request, timeout_s, *rest):
             if worker.name == self.liar and isinstance(event, FirstToken):
                 event = replace(event, token=Token(event.token.id + 1))
             yield event
 
-    async def decode(self, worker: WorkerRecord, request: Any, handle: bytes, timeout_s: float, *rest: Any) -> AsyncGenerator[Any, None]:  # type: ignore[override]
+    async def decode(self, worker: WorkerRecord, request: Any, handle: bytes, timeout_s: float, *rest: Any) -> AsyncGenerator[Any, None]:
         self._check(worker, "decode")
         async for event in super().decode(worker, request, handle, timeout_s, *rest):
             if worker.name == self.liar and isinstance(event, tuple):
