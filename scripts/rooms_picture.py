@@ -45,25 +45,25 @@ class Box:
 
 BOXES = {
     "baton.cli": Box(1, 0, "use", "the baton command"),
-    "loadtest": Box(0, 1, "use", "load and verdicts"),
-    "baton.access": Box(0, 2, "use", "reaching a cluster"),
-    "baton": Box(0, 4, "use", "the client"),
-    "baton.launch": Box(1, 4, "use", "keeping alive"),
-    "baton.cockpit": Box(2, 0, "use", "experiments, a page"),
-    "baton.predict": Box(1, 1, "use", "reports, simulated"),
-    "baton.simulate": Box(2, 2, "router", "virtual time"),
-    "router": Box(2, 4, "router", "doors, dispatch"),
+    "loadtest": Box(0, 3, "use", "load and verdicts"),
+    "baton.access": Box(0, 4, "use", "reaching a cluster"),
+    "baton": Box(2, 8.6, "use", "the client"),
+    "baton.launch": Box(0, 5.2, "use", "keeping alive"),
+    "baton.cockpit": Box(1, 1, "use", "experiments, a page"),
+    "baton.predict": Box(1, 2, "use", "reports, simulated"),
+    "baton.simulate": Box(2, 3, "router", "virtual time"),
+    "router": Box(2, 4.4, "router", "doors, dispatch"),
     "prefill_worker": Box(3, 0, "worker", "prompts"),
     "decode_worker": Box(4, 0, "worker", "tokens"),
     "baton.worker": Box(3.5, 1, "worker", "what both share"),
-    "kvtransfer": Box(3, 4, "worker", "leases, transports"),
-    "baton.plan": Box(0, 5, "use", "sizes, formulae"),
-    "baton.planner": Box(0, 6.2, "use", "sizes and roles, alone"),
-    "baton.profile": Box(0.9, 7.4, "ground", "how long parts take"),
-    "baton.tiers": Box(3, 7, "worker", "colder copies of KV"),
-    "baton.models": Box(4, 5, "use", "tale, training, fetch"),
-    "baton.recorder": Box(2.6, 5.2, "ground", "the flight recorder"),
-    "baton.cluster": Box(1.4, 6, "ground", "config, records, rpc"),
+    "kvtransfer": Box(3.3, 4.4, "worker", "leases, transports"),
+    "baton.plan": Box(1, 4, "use", "sizes, formulae"),
+    "baton.planner": Box(2.1, 1, "use", "sizes and roles, alone"),
+    "baton.profile": Box(1, 5.6, "ground", "how long parts take"),
+    "baton.tiers": Box(4, 5.6, "worker", "colder copies of KV"),
+    "baton.models": Box(4, 2.2, "use", "tale, training, fetch"),
+    "baton.recorder": Box(2.3, 5.8, "ground", "the flight recorder"),
+    "baton.cluster": Box(2, 7.2, "ground", "config, records, rpc"),
     "engine.start": Box(5, 1, "engine", "an engine from options"),
     "baton.engine.vllm": Box(6, 2, "engine", "vLLM, same contract"),
     "engine.build": Box(5, 3, "engine", "and engine.choice"),
@@ -114,7 +114,7 @@ def reduced(graph: Mapping[str, set[str]]) -> dict[str, list[str]]:
 
 
 def arrow(start: Box, end: Box) -> str:
-    """From the bottom of one box to the top of another; into the left side of one within the frame, or in the same row."""
+    """From the bottom of one box to the top of another, or upwards; into the left side of one within the frame, or in the same row."""
     if end.kind == "engine" != start.kind:
         x1, y1 = (start.x + WIDE, start.y + HIGH / 2) if start.row == end.row else (start.x + WIDE * 0.7, start.y + HIGH)
         x2, y2 = end.x - 2, end.y + HIGH / 2
@@ -123,6 +123,9 @@ def arrow(start: Box, end: Box) -> str:
         lean = max(-1.0, min(1.0, (end.column - start.column) / 2)) * WIDE * 0.3
         x1, y1, x2, y2 = start.x + WIDE / 2 + lean, start.y + HIGH, end.x + WIDE / 2 - lean, end.y - 2
         bend = max(24.0, (y2 - y1) * 0.55)
+        if end.row < start.row:
+            y1, y2 = start.y, end.y + HIGH + 2
+            bend = min(-24.0, (y2 - y1) * 0.55)
         path = f"M{x1:g} {y1:g} C{x1:g} {y1 + bend:g} {x2:g} {y2 - bend:g} {x2:g} {y2:g}"
     return f'<path d="{path}" stroke="{EDGE[start.kind]}" marker-end="url(#{start.kind})"/>'
 
@@ -159,7 +162,7 @@ def lines(graph: Mapping[str, list[str]]) -> Iterator[str]:
     for name, box in BOXES.items():
         yield from drawn(name, box)
     for place, (kind, told) in enumerate(LEGEND.items()):
-        y = MARGIN + HEAD + 7.2 * ROW + place * 24
+        y = MARGIN + HEAD + 8.2 * ROW + place * 24
         yield f'<rect x="{MARGIN}" y="{y:g}" width="26" height="15" rx="4" fill="{FILL[kind]}" stroke="{EDGE[kind]}"/>'
         yield f'<text x="{MARGIN + 36}" y="{y + 12:g}" class="told">{escape(told)}</text>'
     yield f'<text x="{MARGIN}" y="{MARGIN + 12}" class="told">{escape(CAPTION)}</text>'

@@ -36,7 +36,7 @@ def live(model: Path) -> Iterator[Cluster]:
 
 def loadtest(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "baton", "loadtest", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=env)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
