@@ -14,7 +14,6 @@ from baton.cli.failing import failing
 from baton.cli.options import ConfigFiles, Json
 from baton.cluster import config_layers
 from baton.cluster.config import Config
-from baton.cluster.connect import connect_registry
 from baton.cluster.main import read_arguments
 from baton.cluster.packages import command
 from baton.launch import state
@@ -64,6 +63,8 @@ def planner(asked: Planning, shown: Json) -> None:
 
 
 async def _read(config: Config, last: int) -> list[bytes]:
+    from baton.cluster.connect import connect_registry  # it loads redis, for which no other command needs to wait
+
     registry = connect_registry(config)
     try:
         return await registry.noted_plans(last)

@@ -27,7 +27,7 @@ LEFT_OUT = ("_changes", "describes", "_key_of")  # of the pool; the last is the 
 GUESSES = "guesses"  # in place of the error of a run
 SEQUENCE_BYTES = 3000
 KEY_BYTES = 60
-MODULES = ("baton.engine.core.scheduler", "baton.engine.core.sequence", "baton.recorder.tape")
+MODULES = ("baton.engine.core.limits", "baton.engine.core.scheduler", "baton.engine.core.sequence", "baton.recorder.tape")
 
 
 class Told:

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.system
 N, MAX_TOKENS, SEED = 4, 60, 40
 PROMPT = [(i * 37) % 250 for i in range(300)]
 HOW: dict[str, Any] = {"temperature": 1.0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+LONG = {**HOW, "max_tokens": 4 * MAX_TOKENS}  # so long that none has ended when a busy machine has found and killed its worker
 WORDS = "Once upon a time there was a little fox who lived at the edge of a big forest. " * 6
 
 
@@ -75,7 +76,7 @@ async def test_the_prompt_is_computed_and_handed_over_once(running: Cluster) -> 
 
 
 async def test_a_decode_worker_that_dies_in_the_middle_costs_no_answer_a_token(running: Cluster) -> None:
-    async with AsyncClient(running.grpc) as client, client.generate(token_ids=PROMPT[7:], n=N, seed=SEED, **HOW) as stream:
+    async with AsyncClient(running.grpc) as client, client.generate(token_ids=PROMPT[7:], n=N, seed=SEED, **LONG) as stream:
         seen: dict[int, list[int]] = {choice: [] for choice in range(N)}
         killed = False
         async for token in stream:
@@ -86,7 +87,7 @@ async def test_a_decode_worker_that_dies_in_the_middle_costs_no_answer_a_token(r
                 os.kill(busy["pid"], signal.SIGKILL)
     assert killed and all(result.workers["retries"] for result in stream.results)
     for choice in range(N):
-        assert seen[choice] == toy_output(PROMPT[7:], seed=SEED + choice, **HOW)
+        assert seen[choice] == toy_output(PROMPT[7:], seed=SEED + choice, **LONG)
     running.wait(lambda: len(running.workers("decode")) == 2)
     quiet(running)
 
