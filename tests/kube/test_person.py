@@ -2,18 +2,16 @@
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chromium import chromium, needs_chromium
 from kube import ON_A_CLUSTER, Kube, Release, forwarded
 from kube_load import loaded, toy_release
-from playwright.sync_api import sync_playwright
 
 pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(900)]
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 # Pid 1 passes signals on; its child is the worker.
 KILL = """
 import os
@@ -62,15 +60,11 @@ def test_a_worker_that_died_says_why_and_comes_back(release: Release) -> None:
         pass
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+@needs_chromium
 def test_the_live_page_opens_in_a_browser(release: Release, tmp_path: Path) -> None:
-    with forwarded(release, 8472) as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        try:
-            page = browser.new_page(viewport={"width": 1280, "height": 900})
-            page.goto(f"http://{address}/")
-            for pod in [*release.pods("prefill"), *release.pods("decode")]:
-                page.get_by_text(pod["metadata"]["name"]).first.wait_for(timeout=60_000)
-            page.screenshot(path=Path(os.environ.get("BATON_TEST_PICTURES", tmp_path)) / "kubernetes.png")
-        finally:
-            browser.close()
+    with forwarded(release, 8472) as address, chromium() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(f"http://{address}/")
+        for pod in [*release.pods("prefill"), *release.pods("decode")]:
+            page.get_by_text(pod["metadata"]["name"]).first.wait_for(timeout=60_000)
+        page.screenshot(path=Path(os.environ.get("BATON_TEST_PICTURES", tmp_path)) / "kubernetes.png")

@@ -5,7 +5,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,17 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from chromium import chromium, needs_chromium
 from live_cluster import Cluster, cluster
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from baton.cli.up import SHIPPED
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [pytest.mark.system, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")]
-ALONE = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync",
-]  # fmt: skip
+pytestmark = [pytest.mark.system, needs_chromium]
 SLOW, RUN = 60_000, 180_000  # ms
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 CHARTS = ["Time to first token", "Time per output token", "Output tokens/s", "Queue", "KV in use", "Batch use"]
@@ -33,10 +28,8 @@ CHARTS = ["Time to first token", "Time per output token", "Output tokens/s", "Qu
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ALONE)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ and a killed worker turns red.
 import json
 import os
 import re
-import shutil
 import signal
 import threading
 import time
@@ -20,18 +19,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from chromium import chromium, needs_chromium
 from live_cluster import Cluster, cluster, toy, toy_output
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect
 
 from baton.cli.up import SHIPPED, TRY
 from baton.client import Client
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [pytest.mark.system, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")]
-ALONE = [  # works as root, and does not look for updates
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync",
-]  # fmt: skip
+pytestmark = [pytest.mark.system, needs_chromium]
 SLOW = 30_000  # ms
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 NOTE_PIECES = """() => {
@@ -43,10 +38,8 @@ GREEN, RED = {"rgb(0, 121, 90)", "rgb(47, 198, 154)"}, {"rgb(200, 70, 10)", "rgb
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ALONE)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
