@@ -128,7 +128,9 @@ function axis(chart, most, y, width) {
 function times(x) {
   if (!points.length) return [draw("text", { x: LEFT + 8, y: HEIGHT / 2 }, "the first point comes after five seconds")];
   const end = points.at(-1).number;
-  const every = [30, 60, 120, 300].find((seconds) => room * step <= 4.5 * seconds || seconds === 300) / step;
+  // The last of them may end where the chart does: then it reaches over to the one before it by half of its width.
+  const fits = (seconds) => x(seconds / step) - x(0) >= (seconds < 60 ? 80 : 52);
+  const every = [30, 60, 120, 300].find((seconds) => fits(seconds) || seconds === 300) / step;
   const marks = [];
   for (let number = Math.floor(end / every) * every; number > end - room; number -= every) {
     const near = x(number) > x(end) - 24 ? "end" : "middle";
