@@ -49,7 +49,7 @@ ARROWS = {
         "baton.access",
         "baton.clock",
         "baton.cluster",
-        "baton.engine.core.scheduler",
+        "baton.engine.core.limits",
         "baton.launch.state",
         "baton.plan",
         "baton.predict",
