@@ -129,15 +129,25 @@ async def test_prefills_share_a_stream_and_invalid_ones_end_with_an_error() -> N
 async def test_a_router_that_stops_reading_loses_its_stream(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "MAX_OUTBOX", 4)
     async with pair() as p:
-        p.runners[role == "decode"].step_delay_s = 0.01
-        calls = [start(role, 1, [1, 2, 3])] if role == "decode" else [start(role, i, [1, 2, i]) for i in range(1, 9)]
-        stream = door_of(p, role).Session(commands(role, *calls), None)
+        heard = asyncio.Event()
+
+        async def one_then_others() -> AsyncIterator[Any]:
+            yield TYPES[role][0](commands=[start(role, 0, [1, 2, 3])])
+            await heard.wait()  # else what is read first may be all there is
+            yield TYPES[role][0](commands=[start(role, i, [1, 2, i]) for i in range(1, 9)])
+            await asyncio.Event().wait()
+
+        stream = door_of(p, role).Session(one_then_others(), None)
         await anext(stream)
-        while engine_of(p, role).sequences:  # a dozen events accumulate meanwhile
-            await asyncio.sleep(0.01)
-            p.clock.now += 1000
-        await asyncio.sleep(0.05)
-        assert [message async for message in stream] == []  # the stream ends: the router considers the worker lost and retries elsewhere
+        heard.set()
+        async with asyncio.timeout(60):
+            while engine_of(p, role).sequences or engine_of(p, role).counts.chunks < 9:  # their events accumulate meanwhile
+                await asyncio.sleep(0.01)
+                p.clock.now += 1000
+            await asyncio.sleep(0.05)
+            assert [
+                message async for message in stream
+            ] == []  # the stream ends: the router considers the worker lost and retries elsewhere
         await p.settled()
 
 
