@@ -88,7 +88,16 @@ ARROWS = {
     "baton.launch": {"baton.clock", "baton.cluster", "baton.engine.options", "baton.moves", "baton.v1"},
     "baton.models": {"baton.engine.build", "baton.engine.core", "baton.engine.facts", "baton.engine.model", "baton.engine.options"},
     "baton.plan": {"baton.engine.facts.fields", "baton.profile"},
-    "baton.planner": {"baton.clock", "baton.cluster", "baton.moves", "baton.profile", "baton.simulate", "baton.v1", "router.curves"},
+    "baton.planner": {
+        "baton.clock",
+        "baton.cluster",
+        "baton.moves",
+        "baton.plan.formulae",
+        "baton.profile",
+        "baton.simulate",
+        "baton.v1",
+        "router.curves",
+    },
     "baton.predict": {
         "baton.client",
         "baton.cluster",

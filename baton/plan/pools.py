@@ -13,7 +13,7 @@ A pipeline of p stages counts as p workers that have the weights once: each of p
 waits while there are as many groups (`formulae.pipeline_bubble` says what fewer cost).
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
@@ -219,16 +219,11 @@ def colocated_pool(speed: Speed, workers: int, asked: Question) -> Pool:
 
 def _batch(speed: Speed, tokens_per_s: float) -> float | None:
     """Sequences that must decode at once in a worker to yield so many tokens (Little's law); None: not even all that fit do."""
-    least, most = 1, speed.most
+    most = speed.most
     if most < 1 or tokens_per_s * speed.steps[most - 1] > most:
         return None
-    while least < most:
-        middle = (least + most) // 2
-        if tokens_per_s * speed.steps[middle - 1] <= middle:
-            most = middle
-        else:
-            least = middle + 1
-    return tokens_per_s * speed.steps[least - 1]
+    least = bisect_left(range(1, most), True, key=lambda batch: tokens_per_s * speed.steps[batch - 1] <= batch)
+    return tokens_per_s * speed.steps[least]
 
 
 def _cv2(values: list[float]) -> float:

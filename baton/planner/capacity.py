@@ -8,9 +8,11 @@ Without prefill workers, the decode workers compute the prompts between their st
 """
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 
+from baton.plan.formulae import normal_below
 from baton.planner.demand import Demand
 from baton.profile.file import Profile
 from baton.profile.models import Form, Work, step_seconds, works_of_prompt
@@ -111,42 +113,30 @@ class Model:
         """Share of requests whose tokens come in time, and how much of what a worker can bear is used. `pace`: share of the time that is
         left for decoding."""
         context = demand.prompt + demand.output / 2
-        most = self._most(context, pace)
+        room = min(self.max_num_seqs, int(self.kv_tokens // max(context, 1.0)))
+        most = self._most(context, pace, room)
         if most == 0:
             return 0.0, 1.0
         per_worker = demand.rate * demand.output / workers  # tokens per second
-        room = min(self.max_num_seqs, int(self.kv_tokens // max(context, 1.0)))
-        batch = self._batch(per_worker, context, pace, max(room, 1))
+        batch = self._batch(per_worker, context, pace, room)
         use = per_worker / (most * pace / self.step_s(most, context))
         if batch is None:
             return min(1.0, 0.5 / max(use, 1.0)), use
-        return _below(most + 0.5, batch), use
+        return normal_below(most + 0.5, batch, math.sqrt(batch)), use
 
-    def _most(self, context: float, pace: float) -> int:
-        """The largest batch whose tokens come in time and whose KV fits."""
-        low, high = 0, max(0, min(self.max_num_seqs, int(self.kv_tokens // max(context, 1.0))))
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.tpot_s is None or self.step_s(middle, context) / pace <= self.tpot_s:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+    def _most(self, context: float, pace: float, room: int) -> int:
+        """The largest batch whose tokens come in time, of those that have `room`."""
+        tpot_s = self.tpot_s
+        if tpot_s is None:
+            return room
+        return bisect_left(range(1, room + 1), True, key=lambda batch: self.step_s(batch, context) / pace > tpot_s)
 
     def _batch(self, tokens_per_s: float, context: float, pace: float, room: int) -> float | None:
         """The batch that makes so many tokens per second; None: none does."""
         if room * pace / self.step_s(room, context) < tokens_per_s:
             return None
-        low, high = 1, room
-        while low < high:
-            middle = (low + high) // 2
-            if middle * pace / self.step_s(middle, context) >= tokens_per_s:
-                high = middle
-            else:
-                low = middle + 1
-        if low == 1:  # less than one sequence at a time
-            return tokens_per_s * self.step_s(1, context) / pace
-        return low
+        batch = 1 + bisect_left(range(1, room), True, key=lambda batch: batch * pace / self.step_s(batch, context) >= tokens_per_s)
+        return batch if batch > 1 else tokens_per_s * self.step_s(1, context) / pace  # less than one sequence at a time
 
     def least(self, demand: Demand, role: str, target: float, least: int, most: int, prefill: int = 1) -> int:
         """The fewest workers of a role with which `target` of the requests meet its objective; `most` if no number does. `prefill`: 0 asks
@@ -158,18 +148,5 @@ class Model:
             effect = self.effect(Sizes(prefill, size), demand)
             return effect.tpot >= target and (prefill > 0 or effect.ttft >= target)
 
-        low, high = max(least, 1), max(most, least, 1)
-        while low < high:
-            middle = (low + high) // 2
-            if enough(middle):
-                high = middle
-            else:
-                low = middle + 1
-        return low
-
-
-def _below(limit: float, mean: float) -> float:
-    """That a Poisson variable of this mean is below `limit`, as a normal one."""
-    if mean <= 0:
-        return 1.0
-    return 0.5 * (1 + math.erf((limit - mean) / math.sqrt(2 * mean)))
+        low = max(least, 1)
+        return low + bisect_left(range(low, max(most, low)), True, key=enough)

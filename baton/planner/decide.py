@@ -13,7 +13,7 @@ and start counted; a worker that serves each role which must be served is there 
 
 from dataclasses import dataclass, field, replace
 
-from baton.cluster.records import ROLES, RoleName
+from baton.cluster.records import ROLES, Pools, RoleName
 from baton.planner.capacity import Effect, Model, Sizes
 from baton.planner.change import Action, Change, Flip, Resize, Seen, State, Worker, sized
 from baton.planner.demand import Demand, Interval
@@ -61,16 +61,15 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What was decided before. `pressure`: by how much each role needs more than the model says, from misses that it did not foresee."""
+    """What was decided before. `pressure`: by how much each role needs more than the model says, from misses that it did not foresee.
+    `blocked`: pools that could not grow and workers that did not flip: until when, and the wait after that."""
 
     change: Change | None = None
     changes: int = 0
     ended: float = -1e9  # the last change
     flipped: tuple[float, RoleName] | None = None  # when, and to what
     needs: tuple[Need, ...] = ()
-    blocked: tuple[
-        tuple[str, float, float], ...
-    ] = ()  # pools that could not grow, workers that did not flip: until when, and the wait after
+    blocked: tuple[tuple[str, float, float], ...] = ()
     pressure: tuple[float, float] = (1.0, 1.0)
     raised: int = 0  # how often
     missing: int = 0
@@ -317,7 +316,7 @@ def _better(seen: Seen, flip: Flip, demand: Demand, model: Model) -> bool:
 def _room(seen: Seen, pool: RoleName, rules: Rules) -> int:
     """How many workers more of a pool the budget has room for."""
     assert seen.wanted is not None
-    spent = sum(count * cost for count, cost in zip(seen.most(seen.wanted).values(), rules.costs, strict=True))
+    spent = _cost(seen.wanted, seen, rules)
     cost = rules.costs[ROLES.index(pool)]
     return int((rules.budget - spent + 1e-9) / cost) if cost > 0 else seen.sizes.total + 1
 
@@ -373,10 +372,15 @@ def forbidden(action: Action, seen: Seen, rules: Rules, now: float) -> str:
     return _over_budget(action, seen, rules) or _out_of_bounds(action, seen, rules) or _unroutable(action, seen, rules, now)
 
 
+def _cost(wanted: Pools, seen: Seen, rules: Rules) -> float:
+    """At most, on the way to these sizes."""
+    return sum(count * each for count, each in zip(seen.most(wanted).values(), rules.costs, strict=True))
+
+
 def _over_budget(action: Action, seen: Seen, rules: Rules) -> str:
     if isinstance(action, Flip) or not action.grows:
         return ""
-    cost = sum(count * each for count, each in zip(seen.most(action.pools).values(), rules.costs, strict=True))
+    cost = _cost(action.pools, seen, rules)
     return f"{cost:g} of a budget of {rules.budget:g}, with those that drain" if cost > rules.budget + 1e-9 else ""
 
 

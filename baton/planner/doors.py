@@ -13,8 +13,8 @@ from baton.cluster.registry import Registry
 from baton.cluster.rpc import Line, to_error
 from baton.planner.demand import Interval
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from router.curves import STEP_S
 
-POINT_S = 5.0  # of a point of a router's curves
 COUNTS_S = 2.0
 
 
@@ -68,6 +68,6 @@ def to_interval(point: Any) -> Interval:
     """`point`: a `CurvePoint`, or what it was made from."""
     completed = point.outcomes.get("ok", 0)
     return Interval(
-        point.number, POINT_S, point.arrived, sum(point.ttft.values()), point.prompt_tokens, point.uncached_tokens, completed,
+        point.number, STEP_S, point.arrived, sum(point.ttft.values()), point.prompt_tokens, point.uncached_tokens, completed,
         point.completed_tokens, point.met, dict(point.missed),
     )  # fmt: skip
