@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from baton.clock import clock_of_loop
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.records import RoleName, WorkerRecord
+from baton.cluster.records import ROLES, RoleName, WorkerRecord
 from baton.engine.core.sampling import SamplingParams
 from router.request import Request, Stopwatch, Trace
 from router.workers import FirstToken, Workers
@@ -34,7 +34,7 @@ async def prove(
 ) -> None:
     """Returns when the worker has proved each role that it does not serve yet. Raises BatonError, and then it serves what it did before."""
     serving = worker.roles or (worker.role,)
-    wanted = [role for role in ("prefill", "decode") if role in roles and role not in serving]
+    wanted = [role for role in ROLES if role in roles and role not in serving]
     if not wanted:
         return
     try:
@@ -47,7 +47,7 @@ async def prove(
 
 
 async def _prove(workers: Workers, usable: Mapping[RoleName, Sequence[WorkerRecord]], worker: WorkerRecord, role: str) -> None:
-    prefills, decodes = ([one for one in usable[name] if one.name != worker.name] for name in ("prefill", "decode"))
+    prefills, decodes = ([one for one in usable[name] if one.name != worker.name] for name in ROLES)
     if not decodes:
         raise BatonError(Reason.INVALID_FIELD, f"{worker.name} cannot prove itself: no other worker decodes")
     prefill = prefills[0] if prefills else None
