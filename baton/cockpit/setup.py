@@ -9,11 +9,10 @@ from baton.cluster.errors import invalid
 from baton.cockpit.knobs import Settings
 from baton.cockpit.load import Load
 from baton.engine.core.limits import Batching
-from baton.plan import formulae
+from baton.plan import formulae, pools
 from baton.plan.hardware import DEVICES, MEASURED
 from baton.plan.shape import KNOWN
 from baton.plan.sheet import profile_of
-from baton.plan.size import RESERVE
 from baton.predict.predict import Offer, doubts
 from baton.predict.setting import DEFAULTS, Setting
 from baton.profile.file import Profile
@@ -82,10 +81,9 @@ def _of_sheet(settings: Settings) -> tuple[Profile, int, int]:
     """The profile, the blocks of KV beside the weights, and the tokens of a step."""
     shape, device = KNOWN[settings.model], DEVICES[settings.device]
     weight_bits, kv_bits = float(settings.weight_bits), float(settings.kv_bits)
-    weights = formulae.weight_bytes(shape.parameters, weight_bits)
-    room = device.memory * settings.gpus * (1 - RESERVE) - weights
-    blocks = int(room // (shape.kv_bytes(kv_bits / 8) * BLOCK))
+    blocks = pools.kv_blocks(pools.Kind(device, settings.gpus, 1, weight_bits, kv_bits), shape, BLOCK)
     if blocks < 1:
+        weights = formulae.weight_bytes(shape.parameters, weight_bits)
         raise invalid(
             "model", f"{shape.name} has {weights / 1e9:.3g} GB of weights: {settings.gpus} x {device.name} have no room for them and KV"
         )

@@ -49,6 +49,17 @@ class Kind:
         return f"{self.device.name} {' '.join(how)}".strip()
 
 
+def kv_room(kind: Kind, shape: Shape) -> float:
+    """Bytes that the GPUs of one stage have beside its weights; negative if these do not fit."""
+    room = kind.device.memory * (1 - RESERVE) * kind.gpus
+    return (room - formulae.weight_bytes(shape.parameters, kind.weight_bits)) / kind.stages
+
+
+def kv_blocks(kind: Kind, shape: Shape, tokens: int) -> int:
+    """Blocks of so many tokens in that room, with the copies of KV that its GPUs keep."""
+    return int(kv_room(kind, shape) / (shape.kv_bytes(kind.kv_bits / 8) * shape.kv_copies(kind.tensor) * tokens))
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """`slower`: how many times as long all steps take as the sheet says, for intervals."""
@@ -74,8 +85,7 @@ class Speed:
     @cached_property
     def kv_room(self) -> float:
         """Bytes of one stage's share: of a worker if it has one stage."""
-        room = self.kind.device.memory * (1 - RESERVE) * self.kind.gpus
-        return (room - formulae.weight_bytes(self._asked.shape.parameters, self.kind.weight_bits)) / self.kind.stages
+        return kv_room(self.kind, self._asked.shape)
 
     @property
     def kv_token_bytes(self) -> float:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from baton.cluster.config_router import RouterConfig, SloConfig
-from baton.plan.pools import CHUNK, MOST_SEQUENCES, Pool, Question
+from baton.plan.pools import CHUNK, MOST_SEQUENCES, Pool, Question, kv_blocks
 from baton.plan.search import Configuration, Search
 from baton.plan.sheet import profile_of
 from baton.plan.traffic import BLOCK
@@ -62,8 +62,8 @@ def _setting(one: Configuration, asked: Question, offer: Offer) -> tuple[Setting
         prefill=0 if one.prefill is None else first.workers * first.kind.stages,
         decode=decode.workers * decode.kind.stages,
         max_num_seqs=MOST_SEQUENCES,
-        kv_blocks=_blocks(first, asked),
-        decode_kv_blocks=_blocks(decode, asked),
+        kv_blocks=kv_blocks(first.kind, asked.shape, BLOCK),
+        decode_kv_blocks=kv_blocks(decode.kind, asked.shape, BLOCK),
         max_num_batched_tokens=CHUNK,
         block_size=BLOCK,
         max_model_len=longest + BLOCK,
@@ -77,11 +77,6 @@ def _unknown(one: Configuration) -> tuple[str, ...]:
     if all(pool.kind.stages == 1 for pool in one.pools):
         return ()
     return ("pipelines: each stage is simulated as a worker, and no stage waits for another",)
-
-
-def _blocks(pool: Pool, asked: Question) -> int:
-    speed = pool.speed
-    return int(speed.kv_room / (speed.kv_token_bytes * asked.shape.kv_copies(pool.kind.tensor) * BLOCK))
 
 
 def _profile(pool: Pool, asked: Question, batch: int) -> Profile:

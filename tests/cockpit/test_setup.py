@@ -48,6 +48,8 @@ def test_a_larger_model_is_slower_and_leaves_less_room_and_fewer_bits_take_it_ba
     room = [each.setting.sizes.kv_blocks for each in (small, large, rounded)]
     assert steps[1] > 4 * steps[0] and steps[2] < steps[1] / 2 and room[1] < room[2]
     assert made(kv_bits="8").setting.sizes.kv_blocks == pytest.approx(2 * made().setting.sizes.kv_blocks, abs=2)
+    eight, sixteen = (made(gpus=n, model="llama-3.1-70b").setting.sizes.kv_blocks for n in (8, 16))
+    assert sixteen < 1.3 * eight, "16 GPUs keep each of 8 heads of KV twice"
     with pytest.raises(BatonError) as caught:
         made(model="llama-3.1-70b", device="a10")
     assert caught.value.violations[0].field == "model"
