@@ -26,7 +26,7 @@ from typing import Any
 
 from machine import describe
 from peers.cells import Cell, Model, Room, decode, mixed, prefill, room, same_tokens, warm
-from peers.engines import ENGINES, PACKAGES, REFERENCE, Engine, Places, environment
+from peers.engines import ENGINES, PACKAGES, REFERENCE, Engine, Places, cache_home, environment
 from peers.process import Driver, DriverError
 from peers.record import Record, lines, results
 from peers.report import picture, table
@@ -253,10 +253,6 @@ def draw(results: Mapping[str, Any], file: Path) -> None:
     spread = "one repeat" if results["repeats"] == 1 else f"median and range of {results['repeats']}"
     note = f"{results['machine'].partition(', Linux')[0]}; {results['threads']} threads; {spread}"
     picture(results["rows"], titles, cell_names(results["rows"]), file, note)
-
-
-def cache_home() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton-peers"
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from machine import describe
-from peers.engines import Places
+from peers.engines import Places, cache_home
 from speculation_peers import Peers
 from tokenizers import Tokenizer
 
@@ -319,9 +319,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--text", action="append", help="instead of all")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, help="measure those that are installed, too (not with --quick)")
-    parser.add_argument("--cache", type=Path, default=cache, help="where benchmarks/peers.py has them (%(default)s)")
+    parser.add_argument("--cache", type=Path, default=cache_home(), help="where benchmarks/peers.py has them (%(default)s)")
     parser.add_argument("--json", type=Path, help="cells that are in the file and not measured again stay there")
     options = parser.parse_args()
     options.batch = options.batch or ([1, MANY] if options.quick else [1, 4, 8, 32])

@@ -115,6 +115,10 @@ ENGINES = (
 )
 
 
+def cache_home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton-peers"
+
+
 @dataclass(frozen=True, slots=True)
 class Places:
     """The cache folder: environments, models, conversions, logs."""
