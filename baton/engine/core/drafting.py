@@ -265,12 +265,12 @@ class Paced(Drafter):
     def _least_other(self, rows: int) -> float:
         """Of another choice, like `_least_chance`."""
         if (least := self._least_others.get(rows)) is None:
-            least = self._least_others[rows] = least_chance(rows, self._step, Drafting(0.0, self._branch_s))
+            least = self._least_others[rows] = least_chance(rows, self.bound, self._step, Drafting(0.0, self._branch_s))
         return least
 
     def _least_chance(self, rows: int) -> float:
         if (least := self._least.get(rows)) is None:
-            least = self._least[rows] = self._margin * least_chance(rows, self._step, self.drafter.drafting(rows))
+            least = self._least[rows] = self._margin * least_chance(rows, rows * self.bound, self._step, self.drafter.drafting(rows))
         return least
 
 

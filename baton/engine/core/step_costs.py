@@ -4,9 +4,13 @@ A step yields a token for each of its rows, and a guess that is accepted with ch
 while p, divided by what the row and its guess take, is no less than all tokens of the step divided by what the step takes: then it yields
 more tokens a second with it than without (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, section 3,
 for a step that is bound by reading the weights). Where a step is bound by computing, a row takes its full share, and no guess is worth it.
+
+Rows do not all take the same: a kernel computes several at once, so the second may take half of a step, and the next six nothing. Guesses
+are therefore added as long as some number of further rows may be worth it, by what each of these takes on average, and those after the
+best number are given back.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -23,6 +27,17 @@ class Line:
         i = min(max(1, bisect_left(self.points, (count, 0.0))), len(self.points) - 1)
         (x0, y0), (x1, y1) = self.points[i - 1 : i + 1]
         return y0 + (y1 - y0) * (count - x0) / (x1 - x0)
+
+    def further(self, count: int, most: int) -> float:
+        """Seconds of one more than `count`, as the average over that number of further ones, of at most `most >= 1`, with which it is
+        least."""
+        here, end = self.at(count), count + most
+        least = (self.at(end) - here) / most
+        for known, seconds in self.points[bisect_right(self.points, (count, float("inf"))) :]:
+            if known >= end:
+                break
+            least = min(least, (seconds - here) / (known - count))
+        return max(0.0, least)
 
 
 NOTHING = Line(((1, 0.0), (2, 0.0)))
@@ -56,34 +71,41 @@ class DraftCosts:
 Chances = tuple[float, float]  # that the first guess is right, and that a further one is if all before it are
 
 
-def least_chance(rows: int, step: Line, drafting: Drafting) -> float:
-    """Of a first guess that may be worth it in a step with so many rows. Above 1, none is, as where a step is bound by computing."""
-    plain = step.at(rows)
-    return (max(0.0, step.at(rows + 1) - plain) + drafting.guess) * rows / plain
+def least_chance(rows: int, most: int, step: Line, drafting: Drafting) -> float:
+    """Of a first guess that may be worth it in a step with so many rows and at most `most` guesses. Above 1, none is, as where a step is
+    bound by computing."""
+    return (step.further(rows, most) + drafting.guess) * rows / step.at(rows)
 
 
 def allot(chances: Seq[Chances], most: Seq[int], rows: int, step: Line, drafting: Drafting) -> list[int]:
     """How many guesses each sequence gets, the likeliest first. `most` of each; `rows` that the step has without guesses."""
-    counts, gains = [0] * len(chances), [0.0] * len(chances)
-    expected, plain = float(rows), step.at(rows)
+    taken, kept, end = list[tuple[int, float]](), 0, rows + sum(most)
+    expected, plain, given = float(rows), step.at(rows), [0] * len(chances)
     seconds = plain + drafting.begin * len(chances)
+    best = expected, seconds
     queue = [(-first, i) for i, (first, _) in enumerate(chances) if most[i] > 0]
     heapify(queue)
     while queue:
         chance, i = heappop(queue)
-        larger = step.at(rows + 1)
-        more = max(0.0, larger - plain) + drafting.guess
-        if -chance * seconds < expected * more:
+        # What yields fewer tokens a second than the best so far only brings its rate down, however much of it there is.
+        if -chance * best[1] < best[0] * (step.further(rows, end - rows) + drafting.guess):
             break
-        counts[i], gains[i] = counts[i] + 1, gains[i] - chance
-        rows, plain, expected, seconds = rows + 1, larger, expected - chance, seconds + more
-        if counts[i] < most[i]:
+        rows += 1
+        plain, before = step.at(rows), plain
+        expected, seconds = expected - chance, seconds + max(0.0, plain - before) + drafting.guess
+        taken.append((i, -chance))
+        given[i] += 1
+        if expected * best[1] >= best[0] * seconds:
+            best, kept = (expected, seconds), len(taken)
+        if given[i] < most[i]:
             heappush(queue, (chance * chances[i][1], i))
+    counts, gains, rows = [0] * len(chances), [0.0] * len(chances), rows - len(taken)
+    for i, chance in taken[:kept]:
+        counts[i], gains[i] = counts[i] + 1, gains[i] + chance
     if drafting.begin > 0:
-        guesses = sum(counts)
-        row = (plain - step.at(rows - guesses)) / guesses if guesses else 0.0
+        row = (step.at(rows + kept) - step.at(rows)) / kept if kept else 0.0
         costs = [drafting.begin + count * (row + drafting.guess) for count in counts]
-        _drop_losers(counts, gains, costs, expected, seconds - drafting.begin * counts.count(0))
+        _drop_losers(counts, gains, costs, best[0], best[1] - drafting.begin * counts.count(0))
     return counts
 
 

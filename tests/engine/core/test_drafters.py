@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from continuation import Watched
+from hypothesis import given
+from hypothesis import strategies as st
 from late_toy import LateEngine, LateToy
 from tokenizers import Tokenizer
 
@@ -386,15 +388,41 @@ def test_less_acceptance_is_worth_fewer_tokens(chance: float, worth: int) -> Non
 def test_what_steps_take_decides_how_many_guesses_there_are() -> None:
     for rows in (8, 20, 200):
         assert allot([(0.95, 0.95)] * 8, [8] * 8, rows, STEPS, Drafting()) == [0] * 8, "bound by computing"
-        assert least_chance(rows, STEPS, Drafting()) >= 1.0
+        assert least_chance(rows, 8 * 8, STEPS, Drafting()) >= 1.0
     assert allot([(0.9, 0.9)] * 2, [3, 1], 2, Line(((1, 100.0), (2, 100.0))), Drafting()) == [3, 1]
     flat = Line(((1, 100.0), (32, 131.0)))
     dear = [allot([(0.9, 0.9)], [8], 1, flat, Drafting(0.0, guess))[0] for guess in (0.0, 30.0, 95.0)]
     assert dear == [8, 5, 0], "a dear draft is shorter"
-    assert [least_chance(1, flat, Drafting(9.0, guess)) for guess in (0.0, 30.0)] == [pytest.approx(0.01), pytest.approx(0.31)]
+    assert [least_chance(1, 8, flat, Drafting(9.0, guess)) for guess in (0.0, 30.0)] == [pytest.approx(0.01), pytest.approx(0.31)]
     assert [allot([(0.6, further)], [8], 1, flat, Drafting(60.0, 20.0)) for further in (0.1, 0.9)] == [[0], [8]], (
         "one alone is not worth it"
     )
+
+
+def test_rows_that_a_kernel_computes_together_are_worth_it_together() -> None:
+    tiles = Line(((1, 100.0), (2, 160.0), (8, 172.0), (9, 260.0), (16, 274.0)))
+    assert [tiles.further(1, most) for most in (1, 7, 15)] == [60.0, pytest.approx(72 / 7), pytest.approx(72 / 7)]
+    assert tiles.further(8, 1) == 88.0 and tiles.further(8, 8) == pytest.approx(102 / 8)
+    assert allot([(0.5, 0.9)], [7], 1, tiles, Drafting()) == [7], "one alone would not be"
+    assert allot([(0.5, 0.9)], [1], 1, tiles, Drafting()) == [0]
+    assert allot([(0.95, 0.95)], [9], 1, tiles, Drafting()) == [7], "two of the next tile are not"
+    assert allot([(0.95, 0.95)], [15], 1, tiles, Drafting()) == [15], "all of it are"
+    assert allot([(0.4, 0.1)], [7], 1, tiles, Drafting()) == [0], "those that follow are too unlikely"
+    assert least_chance(1, 1, tiles, Drafting()) == 0.6 and least_chance(1, 7, tiles, Drafting()) < 0.11
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(0, 5)), min_size=1, max_size=3), st.data())
+def test_no_other_number_of_the_likeliest_guesses_yields_more_tokens_a_second(
+    asked: list[tuple[float, float, int]], data: st.DataObject
+) -> None:
+    counts = sorted({1} | data.draw(st.sets(st.integers(2, 24), min_size=1)))
+    more = data.draw(st.lists(st.floats(0, 20), min_size=len(counts), max_size=len(counts)))
+    line = Line(tuple((count, 10.0 + sum(more[: k + 1])) for k, count in enumerate(counts)))
+    drafting, rows = Drafting(0.0, data.draw(st.floats(0, 3))), len(asked)
+    likeliest = sorted((first * further**k for first, further, most in asked for k in range(most)), reverse=True)
+    rates = [(rows + sum(likeliest[:n])) / (line.at(rows + n) + n * drafting.guess) for n in range(len(likeliest) + 1)]
+    found = sum(allot([(first, further) for first, further, _ in asked], [most for *_, most in asked], rows, line, drafting))
+    assert rates[found] == pytest.approx(max(rates))
 
 
 def test_other_choices_are_verified_where_they_bring_more_tokens_a_second() -> None:
