@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from benchmark_aims import other_aims, peers_aims
@@ -350,7 +350,13 @@ def _speed(row: dict[str, Any] | None, method: str) -> str:
         return ""
     if method == "none":
         return f"{number(median(row['tokens_s']))} tokens/s, {number(median(row['itl_ms']))} ms"
-    return f"{median(row['to_none']):.2f}x ({median(row['to_none_cpu']):.2f}x), {number(median(row['itl_ms']))} ms"
+    sign = "" if _guessed(row) else " °"
+    return f"{median(row['to_none']):.2f}x ({median(row['to_none_cpu']):.2f}x), {number(median(row['itl_ms']))} ms{sign}"
+
+
+def _guessed(row: dict[str, Any]) -> bool:
+    """Whether guesses made a difference: what a peer does is not known."""
+    return "peer" in row or mean(row["step_tokens"]) >= 1.02
 
 
 def acceptance() -> str:
@@ -377,8 +383,8 @@ def speculation_peers() -> str:
         for engine in sorted({row.get("peer", "baton") for row in rows}, key=lambda name: (name != "baton", name)):
             own = [row for row in rows if row.get("peer", "baton") == engine]
             plain = [row for row in own if row["method"] in ("none", engine)]
-            best = max((row for row in own if row not in plain), key=lambda row: median(row["to_none"]), default=None)
-            shown = ["", ""] if best is None else [best["method"].removeprefix(f"{engine} "), f"{median(best['to_none']):.2f}x"]
+            best = max((row for row in own if row not in plain and _guessed(row)), key=lambda row: median(row["to_none"]), default=None)
+            shown = ["none guesses", ""] if best is None else [best["method"].removeprefix(f"{engine} "), f"{median(best['to_none']):.2f}x"]
             table.append([*map(str, key), engine, *(number(median(row["tokens_s"])) for row in plain), *shown])
     if not table:
         return "No peer was installed when this was measured."
