@@ -193,8 +193,9 @@ class HeadDrafter(Drafter):
         return self._costs.at(sequences)
 
     def measure(self, most: int) -> DraftCosts:
-        """Measures what it takes for up to `most` sequences."""
-        self._costs = draft_costs(self, most, self._block_size)
+        """Measures what it takes for up to `most` sequences. Of what was guessed, only what the model has computed since counts, so the
+        tokens that were accepted wait, too: one of a guess, usually."""
+        self._costs = draft_costs(self, most, self._block_size, usual=2)
         self._unasked = KEPT + 1
         return self._costs
 

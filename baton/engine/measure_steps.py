@@ -43,19 +43,19 @@ def step_line(runner: Runner, most: int, guesses: int, longest: int) -> Line:
     return line
 
 
-def draft_costs(drafter: Drafter, most: int, block_size: int, on_device: bool = False) -> DraftCosts:
-    """What it takes to draft for up to `most` sequences: all that a model's drafter does in Python, too. No record refers to what it
-    leaves in the pool's first blocks."""
+def draft_costs(drafter: Drafter, most: int, block_size: int, on_device: bool = False, usual: int = 1) -> DraftCosts:
+    """What it takes to draft for up to `most` sequences: all that a model's drafter does in Python, too. `usual`: tokens of each that
+    wait when it is asked again, 1 or 2. No record refers to what it leaves in the pool's first blocks."""
     guesses = min(GUESSES, drafter.bound)
     blocks = list(range(-(-(3 + drafter.bound) // block_size)))
 
-    def run(sequences: int, count: int, waiting: int = 1, temperature: float = 0.0) -> None:
+    def run(sequences: int, count: int, waiting: int, temperature: float = 0.0) -> None:
         params = SamplingParams(max_tokens=2, temperature=temperature, ignore_eos=True)
         seqs = [Sequence(f"measured{i}", [0] * 3, 1, params, b"", computed=2, drafted=3 - waiting, blocks=blocks) for i in range(sequences)]
         drafter.propose([Ask(seq, count) for seq in seqs])
 
     def line(count: int) -> Line:
-        return measured(lambda sequences: run(sequences, count), max(2, most), clock_of(on_device))
+        return measured(lambda sequences: run(sequences, count, usual), max(2, most), clock_of(on_device))
 
     one = line(1)
     costs = DraftCosts(one, line(guesses), guesses) if guesses > 1 else DraftCosts(one)
