@@ -259,6 +259,13 @@ def quality() -> str:
     return markdown(["weights", "perplexity", "KL from float32", "same greedy choice as float32"], table)
 
 
+def kv_types() -> str:
+    """A decode step by what KV is stored as, beside bfloat16."""
+    rows = load("kv_types")["rows"]
+    table = [[str(row["batch"]), row["kv"], number(median(row["ms"])), spread(row["ratio"]), number(row["token_bytes"])] for row in rows]
+    return markdown(["batch", "KV", "processor time of a step, ms", "of bfloat16", "bytes a token"], table)
+
+
 def continuation() -> str:
     """The disturbed streams of each kind, over all number types, greedy and seeded."""
     rows = load("continuation")["rows"]
@@ -420,6 +427,7 @@ TABLES |= {
     make.__name__: (make.__name__, make)
     for make in (
         silence,
+        kv_types,
         handoff,
         kv_network,
         serving,
