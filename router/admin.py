@@ -11,7 +11,7 @@ from baton.clock import loop_time
 from baton.cluster import log_file
 from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cluster.joining import Joining
-from baton.cluster.records import ROLES, RoleName, RouterRecord, WorkerRecord
+from baton.cluster.records import RouterRecord, WorkerRecord
 from baton.cluster.registry import RegistryUnavailable
 from baton.cluster.rpc import Answering, Context
 from baton.recorder.recorder import Recorder, check_secret
@@ -21,7 +21,7 @@ from router.journal import Journal
 from router.listing import Query
 from router.live import Live, in_slices, to_message
 from router.peers import Peers
-from router.proof import prove
+from router.proof import prove, usable
 from router.view import ClusterView
 from router.watch import Watch
 
@@ -35,6 +35,7 @@ class Own:
     describe: Callable[[], RouterRecord]  # as it is now
     joining: Joining
     recorder: Recorder
+    unproved: Callable[[str], str] = lambda name: ""  # why a worker has not proved itself, as far as this router knows
 
 
 class AdminDoor(worker_pb2_grpc.AdminServicer):
@@ -57,6 +58,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         self._live = live
         self._peers = peers
         self._describe_router = own.describe
+        self._unproved = own.unproved
 
     async def Status(self, request: worker_pb2.StatusRequest, context: Context) -> worker_pb2.StatusResponse:
         own = self._describe_router()
@@ -115,20 +117,11 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
             if decoding == {worker.name} and "decode" not in request.roles and not request.force:
                 raise invalid("roles", f"{worker.name} is the only worker that decodes: no request could be served (--force does it)")
             if request.prove:
-                await prove(self._workers, self._usable(worker), worker, request.roles)
+                await prove(self._workers, usable(self._view.members, worker), worker, request.roles)
             serving, draining = await self._workers.set_roles(worker, request.roles)
             self._view.members.note_roles(worker.name, worker.incarnation, serving)
             return worker_pb2.SetRolesResponse(serving=serving, draining=draining)
         raise AssertionError("answered with an error")
-
-    def _usable(self, worker: WorkerRecord) -> dict[RoleName, list[WorkerRecord]]:
-        """Those that serve each role of the worker's model, without those that nobody would choose."""
-        answering = {role: self._view.members.answering(role) for role in ROLES}
-        same = worker.model_fingerprint
-        return {
-            role: [m.record for m in found if m.record.model_fingerprint == same and not m.hung and not m.ejected]
-            for role, found in answering.items()
-        }
 
     async def Join(self, request: worker_pb2.JoinRequest, context: Context) -> worker_pb2.JoinResponse:
         async with Answering(context):
@@ -222,4 +215,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
             shown["state"], reason = "unfit", misfit
         elif fresh.state == "ready" and (ejected := self._view.members.ejected(fresh.name)):
             shown["state"], reason = "ejected", ejected
+        elif fresh.state == "ready" and self._view.members.unproven(fresh.name):
+            shown["state"], shown["unproved"] = "unproven", self._unproved(fresh.name) or fresh.unproved
+            reason = shown["unproved"] or "it has not proved itself yet"
         return worker_pb2.WorkerStatus(record=worker_pb2.WorkerRecord(**shown), residue=worker_pb2.Residue(**residue), error=reason)

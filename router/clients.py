@@ -205,12 +205,12 @@ class GrpcWorkers:
         return Answer(state, _to_load(answer.load), _to_roles(answer.roles), answer.stalled_ms / 1000, answer.others_tokens)
 
     async def set_roles(
-        self, worker: WorkerRecord, roles: Sequence[str], prove: bool = False
+        self, worker: WorkerRecord, roles: Sequence[str], prove: bool = False, why: str = ""
     ) -> tuple[tuple[RoleName, ...], tuple[RoleName, ...]]:
         """Changes what the worker serves. Returns the roles that it serves from now on, and those that it drains. `prove`: it accepts work
-        of these roles and tells nobody."""
+        of these roles and does not serve them; `why`: the last proof failed."""
         stub = worker_pb2_grpc.WorkerStub(self._channel(worker))
-        asked = pb.SetRolesRequest(to=to_addressee(worker), roles=roles, prove=prove)
+        asked = pb.SetRolesRequest(to=to_addressee(worker), roles=roles, prove=prove, why=why)
         answer = await _answer(stub.SetRoles(asked, timeout=ASK_TIMEOUT_S))
         return _to_roles(answer.serving), _to_roles(answer.draining)
 

@@ -39,6 +39,7 @@ def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, trac
     book.read("baton_router_prefix_index_refused_total", lambda: sum(model.index.refused for model in view.models.values()))
     book.read("baton_router_worker_usable", usable)
     book.read("baton_router_worker_ejected", of_workers(lambda record: int(bool(view.members.ejected(record.name)))))
+    book.read("baton_router_worker_unproven", of_workers(lambda record: int(record.unproven)))
     book.read("baton_router_ejections_total", lambda: {(cause,): conduct.ejections[cause] for cause in EJECTIONS})
     book.read("baton_router_retry_budget_ratio", lambda: conduct.budget.left)
     book.read("baton_router_retries_refused_total", lambda: conduct.retries_refused)

@@ -35,7 +35,7 @@ from router.ledger import Ledger, Task
 
 WEIGHT = 1 / 8  # of the newest prompt in the pace of a worker
 ABSENT_S = 3.0  # three heartbeats of the default configuration
-Standing = Literal["ready", "draining", "unreachable", "hung", "ejected"]
+Standing = Literal["ready", "draining", "unreachable", "hung", "ejected", "unproven"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +250,7 @@ class Members:
     def note_roles(self, name: str, incarnation: int, roles: tuple[RoleName, ...]) -> None:
         """Notes what the process said that it serves from now on."""
         if member := self._member(name, incarnation):
+            member.told_by = "probe"  # the registry's may still be those of before
             member.record = replace(member.record, roles=roles)
             self._change()
 
@@ -274,12 +275,21 @@ class Members:
             return "unreachable"
         if member.hung:
             return "hung"  # its event loop answers, its engine does not
+        if member.record.unproven:
+            return "unproven"
         return "ejected" if member.ejected else "ready"
 
     def answering(self, role: RoleName) -> list[Member]:
         """Those that serve a role and answer, sorted by name. They may be hung or put aside."""
         members = (self._members[name] for name in sorted(self._members))
         return [m for m in members if m.record.serves(role) and m.record.state == "ready" and m.reachable]
+
+    def newcomers(self) -> list[Member]:
+        """Those that have started and not proved themselves yet (`router.proof`)."""
+        return [member for member in self._members.values() if member.record.unproven and member.record.state == "ready"]
+
+    def unproven(self, name: str) -> bool:
+        return name in self._members and self._members[name].record.unproven
 
     def find(self, name: str) -> WorkerRecord | None:
         member = self._members.get(name)

@@ -7,7 +7,7 @@ worker's model. Those who serve requests for one model ask that model.
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from baton.cluster.records import BlockEvent, WorkerRecord
+from baton.cluster.records import BlockEvent, RoleName, WorkerRecord
 from router.members import ABSENT_S, Change, Members, Standing
 from router.prefix_index import Applied, Filling
 from router.served import Refused, ServedModel, ServedModels
@@ -27,6 +27,11 @@ class ClusterView:
         facts += self.models.judge()
         self.members.tell()
         return facts
+
+    def note_roles(self, worker: WorkerRecord, roles: tuple[RoleName, ...]) -> list[Refused]:
+        """Notes what a member said that it serves from now on. Returns the members that no longer fit."""
+        self.members.note_roles(worker.name, worker.incarnation, roles)
+        return self.models.judge()
 
     def prefill_workers(self) -> list[WorkerRecord]:
         """Those that a request for some model can be sent to."""

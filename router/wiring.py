@@ -49,6 +49,7 @@ from router.lateness import Lateness
 from router.live import Live
 from router.message_bound import check_fields
 from router.peers import Peers
+from router.prover import Prover
 from router.rates import Rates, Unlimited, redis_counters
 from router.resume import receipt_key
 from router.served import ServedModel
@@ -134,12 +135,15 @@ class RouterProcess:
         live = Live(self._view, watch, self._admission, self._journal, self._peers, self._record)
         self._public, admin = self._server(check_fields, config.router.connection_age_s), self._server(admit=self._guard.check)
         self._serve(tokenizer, watch)
-        own = Own(self._record, Joining(config), self._recorder)
+        who, outcomes = f"{self.name} {self.incarnation}", self._book.counters("baton_router_proofs_total")
+        prover = Prover(self._view, self._workers, self._registry, who, outcomes)
+        self._closers.push_async_callback(prover.close)
+        own = Own(self._record, Joining(config), self._recorder, prover.newcomers.why)
         door = AdminDoor(self._view, self._workers, watch, self._journal, live, self._peers, own)
         worker_pb2_grpc.add_AdminServicer_to_server(door, admin.grpc)
         await self._open_doors(tokenizer, admin, live)
         acting = {"watch": watch.run(), "peers": self._peers.run(self._admission), "live": live.run(), "pulse": pulse.beat()}
-        for name, loop in (acting | self._own_loops()).items():
+        for name, loop in (acting | {"proofs": prover.run()} | self._own_loops()).items():
             self._tasks.start(loop, name)
         self.stage = move(self.stage, "ready")
         log.info("router ready on %s, model %s", ", ".join(f"{k} {v}" for k, v in self._endpoints.items()), self._model_name)

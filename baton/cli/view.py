@@ -159,7 +159,7 @@ def status(cluster: dict[str, Any]) -> Group:
     )
     for worker in cluster["workers"]:
         load = worker["load"]
-        style = {"ready": "green", "draining": "yellow"}.get(worker["state"], "red")
+        style = {"ready": "green", "draining": "yellow", "unproven": "yellow"}.get(worker["state"], "red")
         table.add_row(
             worker["name"], "+".join(_serves(worker)), Text(worker["state"], style=style), worker["address"],
             str(worker["pid"]), str(load["running"]), str(load["waiting"]), f"{load['free_blocks']}/{worker['kv_blocks']}",

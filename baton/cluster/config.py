@@ -53,6 +53,10 @@ class ClusterConfig(Section):
         description="Address, name or network interface of this host at which others reach its processes. auto: cluster.host, or if that"
         " means all addresses, the one that leads to Redis.",
     )
+    prove_workers: bool = Field(
+        default=True,
+        description="A worker that has started gets no requests until a handoff through it has said the tokens that other workers say.",
+    )
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
@@ -242,7 +246,7 @@ class TelemetryConfig(Section):
     metrics: bool = Field(default=True, description="Serve /metrics and /health from every process.")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="Port of the router's /metrics and /targets; 0: any free one.")
     worker_metrics_port: int = Field(
-        default=0, ge=0, le=65535, description="Port of a worker's /metrics; 0: any free one. Two workers on one host need 0."
+        default=0, ge=0, le=65535, description="Port of a worker's or planner's /metrics; 0: any free one. Two on one host need 0."
     )
     health_port: int | None = Field(
         default=None,

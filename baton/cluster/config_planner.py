@@ -55,6 +55,11 @@ class PlannerConfig(Section):
     lease_s: float = Field(
         default=15.0, ge=2, le=600, description="How long a planner that has died still leads; others wait for that, seconds."
     )
+    release: str | None = Field(
+        default=None,
+        pattern=r"^[a-z0-9-]+/[a-z0-9.-]+$",
+        description="NAMESPACE/RELEASE of the chart whose Deployments are the pools. Not set: `baton up` keeps their sizes.",
+    )
     keep: int = Field(default=200, ge=1, le=10_000, description="How many decisions and outcomes Redis keeps for `baton planner --why`.")
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ from baton.stages import PREFILL_PARTS, STAGES
 from baton.uncached import UNCACHED
 
 Kind = Literal["counter", "gauge", "histogram"]
-Role = Literal["router", "prefill", "decode"]
+Role = Literal["router", "prefill", "decode", "planner"]
 Labels = Mapping[str, tuple[str, ...]]
 Number = int | float
 
@@ -31,6 +31,7 @@ MAX_OPEN = 256
 ROUTER: tuple[Role, ...] = ("router",)
 WORKERS: tuple[Role, ...] = ("prefill", "decode")
 ALL: tuple[Role, ...] = ("router", "prefill", "decode")
+PLANNER: tuple[Role, ...] = ("planner",)
 
 REASONS = tuple(Reason.__members__)
 OUTCOMES = ("ok", "invalid", "refused", "failed", "cancelled")
@@ -43,6 +44,13 @@ METHODS = (*(name for name in get_args(EngineOptions.model_fields["speculation"]
 POSITIONS = tuple(str(place) for place in range(1, 17))
 TIERS = MEDIA[1:]
 EJECTIONS = ("errors", "digests", "pace")
+PROOFS = ("admitted", "refused", "undecided")
+# Why a planner changes nothing, or not what it would change first.
+REFUSALS = (
+    *("no supervisor", "stopping", "stale", "no worker", "late", "cannot see"),
+    *("cooldown", "hold", "budget", "bounds", "pair", "not done"),
+)
+ACTIONS = ("grow", "shrink", "flip")
 CAUSES = ("queue", *PREFILL_PARTS, "prefill", "transfer", "decode", "error")
 
 # Bounds of OpenTelemetry's GenAI conventions, extended downwards for small models.
@@ -222,6 +230,17 @@ TABLE: tuple[Metric, ...] = (
         {"cause": EJECTIONS},
     ),
     Metric(
+        "baton_router_worker_unproven", "gauge", "1", ROUTER,
+        "1: the worker has started and gets no requests, because no handoff through it has said yet what other workers say.",
+        {"worker": OPEN, "role": WORKERS},
+    ),
+    Metric(
+        "baton_router_proofs_total", "counter", "times", ROUTER,
+        "Proofs of workers that have started. admitted: it serves now; refused: it said other tokens, did not answer or did not switch; "
+        "undecided: those that serve already did not answer. One router at a time proves.",
+        {"outcome": PROOFS},
+    ),
+    Metric(
         "baton_router_worker_credit_tokens", "gauge", "tokens", ROUTER,
         "Tokens that a worker can still promise to hold: its last report, minus what the router has sent since.",
         {"worker": OPEN, "role": WORKERS},
@@ -357,6 +376,44 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         "baton_spans_dropped_total", "counter", "spans", ALL,
         "Spans that were lost because the queue was full or the collector did not answer.",
+    ),
+    # The planner
+    Metric("baton_planner_leads", "gauge", "1", PLANNER, "1: this planner leads. Of several, one does; in a dry run each."),
+    Metric(
+        "baton_planner_load_requests_per_second", "gauge", "requests per second", PLANNER,
+        "Rate of requests. came: in the last interval; forecast: for the time at which a worker that is started now serves; the pools are "
+        "sized for that.",
+        {"of": ("came", "forecast")},
+    ),
+    Metric(
+        "baton_planner_workers", "gauge", "workers", PLANNER,
+        "Workers by role. serving; needed: the load that is forecast needs them; wanted: size of the pool of that name that was asked for; "
+        "starting: they were started in that pool and serve nothing yet.",
+        {"role": WORKERS, "count": ("serving", "needed", "wanted", "starting")},
+    ),
+    Metric(
+        "baton_planner_attainment_ratio", "gauge", "1", PLANNER,
+        "Share of requests that meet the objectives. now: by the profile, with the load that is forecast and the workers that serve; "
+        "came: in the last interval.",
+        {"of": ("now", "came")},
+    ),
+    Metric(
+        "baton_planner_pressure_ratio", "gauge", "1", PLANNER,
+        "How much more of a role the planner asks for than the profile says, because of misses that the profile did not foresee.",
+        {"role": WORKERS},
+    ),
+    Metric(
+        "baton_planner_changes_total", "counter", "changes", PLANNER, "Changes that are over, by what they were and what came of them.",
+        {"action": ACTIONS, "outcome": ("settled", "undone")},
+    ),
+    Metric(
+        "baton_planner_change_age_seconds", "gauge", "seconds", PLANNER, "How long the change under way has taken so far; 0: none.",
+    ),
+    Metric(
+        "baton_planner_refusals_total", "counter", "times", PLANNER,
+        "How often something would have changed and did not, by the reason. cannot see: registry or routers are silent; "
+        "not done: it was decided, and the registry, Kubernetes or the worker refused.",
+        {"reason": REFUSALS},
     ),
 )  # fmt: skip
 BY_NAME: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in TABLE})

@@ -85,7 +85,7 @@ class WorkerRecord:
     transport: str
     load: Load = field(default_factory=Load)
     metrics: str = ""  # host:port of its /metrics; empty: it has none
-    roles: tuple[RoleName, ...] = ()  # what it serves at this moment; empty: `role`
+    roles: tuple[RoleName, ...] = ()  # what it serves at this moment; empty: `role`, unless it is `unproven`
     max_num_seqs: Count = 0  # sequences in one step of its engine; 0: unknown
     eos_token_ids: tuple[Count, ...] = ()  # tokens with which its engine ends an output; empty: unknown, or there are none
     gpus: tuple[GpuRecord, ...] = ()  # those that it uses; empty: none, or nobody can ask them
@@ -96,9 +96,20 @@ class WorkerRecord:
     matrices: str = ""  # what became of a quantised checkpoint's; empty: its model is not quantised
     brings: bool = False  # whether it takes hints, and lends what is in its tiers; an older worker would not answer
     lends: bool = True  # whether peers can borrow blocks that it caches; true also if unknown, for the worker itself can refuse
+    proving: tuple[RoleName, ...] = ()  # roles whose work it accepts and has not proved yet (`router.proof`)
+    unproved: str = ""  # why the last proof failed, if it did
+
+    @property
+    def unproven(self) -> bool:
+        """Whether it has started and serves nothing yet, because it has not proved itself."""
+        return bool(self.proving) and not self.roles
+
+    @property
+    def serving(self) -> tuple[RoleName, ...]:
+        return () if self.unproven else self.roles or (self.role,)
 
     def serves(self, role: RoleName) -> bool:
-        return role in (self.roles or (self.role,))
+        return role in self.serving
 
     def to_json(self) -> bytes:
         return _RECORD.dump_json(self)

@@ -8,6 +8,8 @@
     baton:{NAME}:events      stream of block events, about `stream_maxlen` long
     baton:{NAME}:pools       JSON of the wanted pool sizes
     baton:{NAME}:planner     "TERM WHO" of the planner that leads, expires; planner-term: the number of the last term
+    baton:{NAME}:prover, prover-term     the same for the router that lets workers prove themselves
+    baton:{NAME}:planner-change    the change that the planner makes, JSON
     baton:{NAME}:plans       list of what planners decided, bounded
 
 The braces are literal: they make a sharded Redis keep all keys of one of our clusters in one slot, so that one script may touch them
@@ -21,7 +23,7 @@ from typing import Any, TypeVar, cast
 from baton.cluster.config import RedisConfig, SecurityConfig
 from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, StartRecord, WorkerRecord, kind_of
 from baton.cluster.redis_client import RedisClient
-from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, StaleIncarnation
+from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, Office, StaleIncarnation
 
 # Beginnings of the keys of a record and of its fence, and the key of the set of names.
 _NAMES: dict[Kind, tuple[str, str, str]] = {
@@ -84,7 +86,7 @@ for i = 2, #ARGV, 6 do
 end
 """
 
-# KEYS planner, planner-term. ARGV who, lease ms, own term. Returns the term, 0 if another leads.
+# KEYS office, its term. ARGV who, lease ms, own term. Returns the term, 0 if another leads.
 _LEAD = """
 local held = redis.pcall('GET', KEYS[1])
 if type(held) == 'string' and string.match(held, '^%d+ .') then
@@ -101,7 +103,7 @@ redis.call('SET', KEYS[1], term .. ' ' .. ARGV[1], 'PX', ARGV[2])
 return term
 """
 
-# KEYS planner. ARGV "TERM WHO".
+# KEYS office. ARGV "TERM WHO".
 _RESIGN = """
 if redis.pcall('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
 """
@@ -115,6 +117,13 @@ local read, now = pcall(cjson.decode, data)
 if not read or type(now) ~= 'table' or now.stop == true then return 0 end
 if tostring(now.prefill) ~= ARGV[2] or tostring(now.decode) ~= ARGV[3] then return 0 end
 redis.call('SET', KEYS[2], ARGV[4])
+return 1
+"""
+
+# KEYS planner, planner-change. ARGV "TERM WHO", JSON. Returns 1 if it was written.
+_CHANGE = """
+if redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[2], ARGV[2])
 return 1
 """
 
@@ -208,18 +217,25 @@ class RedisRegistry:
             self.garbage += 1
             return None
 
-    async def lead(self, who: str, ttl_s: float, term: int = 0) -> int:
-        keys = (self._key("planner"), self._key("planner-term"))
+    async def lead(self, who: str, ttl_s: float, term: int = 0, office: Office = "planner") -> int:
+        keys = (self._key(office), self._key(f"{office}-term"))
         return int(await self._commands.script(_LEAD, keys, (who, round(ttl_s * 1000), term)))
 
-    async def resign(self, who: str, term: int) -> None:
-        await self._commands.script(_RESIGN, (self._key("planner"),), (f"{term} {who}",))
+    async def resign(self, who: str, term: int, office: Office = "planner") -> None:
+        await self._commands.script(_RESIGN, (self._key(office),), (f"{term} {who}",))
 
     async def plan(self, who: str, term: int, before: Pools, wanted: Pools) -> bool:
         if before.stop:
             return False
         keys = (self._key("planner"), self._key("pools"))
         return bool(await self._commands.script(_PLAN, keys, (f"{term} {who}", before.prefill, before.decode, wanted.to_json())))
+
+    async def note_change(self, who: str, term: int, change: bytes) -> bool:
+        keys = (self._key("planner"), self._key("planner-change"))
+        return bool(await self._commands.script(_CHANGE, keys, (f"{term} {who}", change)))
+
+    async def noted_change(self) -> bytes | None:
+        return cast(bytes | None, await self._commands.call("GET", self._key("planner-change")))
 
     async def note_plan(self, note: bytes, keep: int) -> None:
         await self._commands.script(_NOTE, (self._key("plans"),), (note, keep))

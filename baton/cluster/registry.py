@@ -6,10 +6,11 @@ runs on both.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, StartRecord, WorkerRecord
 
+Office = Literal["planner", "prover"]  # what one process at a time does: the pools' sizes; the proofs of workers that have started
 EVENTS_BATCH = 256  # most events that one call of `events` returns
 # A writer with an old incarnation is refused for this many record lifetimes after the last write of a newer one. It is not refused for
 # ever: a host whose clock was set back draws a lower incarnation than before, and must be able to join again.
@@ -68,15 +69,22 @@ class Registry(Protocol):
     async def desired(self) -> Pools | None:
         """The wanted pool sizes; None if none were stored."""
 
-    async def lead(self, who: str, ttl_s: float, term: int = 0) -> int:
-        """Take, or with the number of one's own term keep, the planner's lease for so long. Returns the number of the term, which grows
+    async def lead(self, who: str, ttl_s: float, term: int = 0, office: Office = "planner") -> int:
+        """Take, or with the number of one's own term keep, the lease of an office for so long. Returns the number of the term, which grows
         with each new one; 0 while another leads. `who` must be a name that no other process ever has."""
 
-    async def resign(self, who: str, term: int) -> None:
+    async def resign(self, who: str, term: int, office: Office = "planner") -> None:
         """End one's own term; no other is touched."""
 
     async def plan(self, who: str, term: int, before: Pools, wanted: Pools) -> bool:
-        """`desire(wanted)`, but only if this term leads and `before` is still what is wanted, at one moment. Returns whether it was."""
+        """`desire(wanted)`, but only if this term of the planner leads and `before` is still what is wanted, at one
+        moment. Returns whether it did."""
+
+    async def note_change(self, who: str, term: int, change: bytes) -> bool:
+        """Store the change that a planner makes, or what became of it, for the next one; only if this term leads. Returns whether so."""
+
+    async def noted_change(self) -> bytes | None:
+        """What was stored last."""
 
     async def note_plan(self, note: bytes, keep: int) -> None:
         """Append what a planner decided; the last `keep` are kept."""

@@ -62,6 +62,7 @@ class Supervisor:
     gpus: Gpus | None = None  # of this host, for its processes
     label: str = ""  # of a host that joins a cluster: only workers run here, and their names contain it
     deaths: dict[str, int] = field(default_factory=dict)  # of processes that start, as far as they were told
+    kept_out: dict[str, str] = field(default_factory=dict)  # workers that have not proved themselves, and why
     routers: list[RouterRecord] = field(default_factory=list)  # once all of them serve
     ports: Ports = field(init=False)  # of the routers
 
@@ -136,7 +137,9 @@ class Supervisor:
         patience = Patience(config.launcher.start_s, loop_time())
         while True:
             self.routers = await find_routers(registry)
-            reached = min(await asyncio.gather(*(workers_ready(config, router, self.label) for router in self.routers)), default=0)
+            looks = await asyncio.gather(*(workers_ready(config, router, self.label) for router in self.routers))
+            reached = min((count for count, _ in looks), default=0)
+            self._tell_kept_out({name: why for _, kept_out in looks for name, why in kept_out.items()})
             if reached != seen:
                 self.note(f"{reached} of {wanted} workers ready")
                 seen = reached
@@ -144,9 +147,16 @@ class Supervisor:
                 return
             starts = await self._look(launcher, registry)
             if patience.over(loop_time(), len(self.routers) + reached, starts):
-                doing = "; ".join([f"{seen} of {wanted} workers ready", *(f"{record.name}: {record}" for record in starts)])
+                why = [f"{name} is kept out: {why}" for name, why in self.kept_out.items()]
+                doing = "; ".join([f"{seen} of {wanted} workers ready", *(f"{record.name}: {record}" for record in starts), *why])
                 raise UpError(f"no progress for {config.launcher.start_s:g} s (launcher.start_s): {doing}; logs are in {self.log_dir}")
             await asyncio.sleep(WATCH_EVERY_S / 2)
+
+    def _tell_kept_out(self, found: dict[str, str]) -> None:
+        for name, why in found.items():
+            if self.kept_out.get(name) != why:
+                self.note(f"{name} is kept out: {why}")
+        self.kept_out = found
 
     async def _look(self, launcher: Launcher, registry: Registry) -> list[StartRecord]:
         """Shows what our processes are doing, and returns it. Raises UpError for one that does not start."""
@@ -299,11 +309,13 @@ async def _serves(config: Config, router: RouterRecord) -> bool:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def workers_ready(config: Config, router: RouterRecord, label: str = "") -> int:
-    """How many workers, or of a host that joins, of its own, the router knows and reaches; 0 while it does not answer."""
+async def workers_ready(config: Config, router: RouterRecord, label: str = "") -> tuple[int, dict[str, str]]:
+    """How many workers, or of a host that joins, of its own, the router knows and reaches; 0 while it does not answer. And those that have
+    tried to prove themselves and could not, with the reasons."""
     status = await _status(config, router, 2.0)
-    records = [worker.record for worker in status.workers] if status else []
-    return sum(record.state == "ready" and (not label or f"-{label}-" in record.name) for record in records)
+    own = [worker for worker in status.workers if not label or f"-{label}-" in worker.record.name] if status else []
+    kept_out = {worker.record.name: worker.error for worker in own if worker.record.state == "unproven" and worker.record.unproved}
+    return sum(worker.record.state == "ready" for worker in own), kept_out
 
 
 async def requests_running(config: Config, routers: list[RouterRecord]) -> str:

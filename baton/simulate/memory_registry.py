@@ -10,7 +10,7 @@ from typing import TypeVar
 from baton.clock import loop_time
 from baton.cluster.config import RedisConfig
 from baton.cluster.records import BlockEvent, Kind, Pools, Record, RouterRecord, StartRecord, WorkerRecord, kind_of
-from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, RegistryUnavailable, StaleIncarnation
+from baton.cluster.registry import EVENTS_BATCH, FENCE_LIFETIMES, Office, RegistryUnavailable, StaleIncarnation
 
 R = TypeVar("R")
 
@@ -30,9 +30,10 @@ class MemoryRegistry:
         self._last_id = 0
         self._published = asyncio.Event()
         self._pools: bytes | None = None
-        self._leader = "", 0.0  # "TERM WHO", when its lease ends
-        self._term = 0
+        self._leaders: dict[Office, tuple[str, float]] = {}  # "TERM WHO", when its lease ends
+        self._terms: dict[Office, int] = {}
         self._plans: list[bytes] = []
+        self._change: bytes | None = None
 
     async def join(self, record: Record) -> None:
         self._reach()
@@ -115,27 +116,39 @@ class MemoryRegistry:
             self.garbage += 1
             return None
 
-    async def lead(self, who: str, ttl_s: float, term: int = 0) -> int:
+    async def lead(self, who: str, ttl_s: float, term: int = 0, office: Office = "planner") -> int:
         self._reach()
-        if self._leads(f"{term} {who}"):
-            self._leader = self._leader[0], self._now() + ttl_s
+        until = self._now() + ttl_s
+        if self._leads(f"{term} {who}", office):
+            self._leaders[office] = f"{term} {who}", until
             return term
-        if self._leader[0] and self._leader[1] > self._now():
+        if office in self._leaders and self._leaders[office][1] > self._now():
             return 0
-        self._term += 1
-        self._leader = f"{self._term} {who}", self._now() + ttl_s
-        return self._term
+        self._terms[office] = self._terms.get(office, 0) + 1
+        self._leaders[office] = f"{self._terms[office]} {who}", until
+        return self._terms[office]
 
-    async def resign(self, who: str, term: int) -> None:
+    async def resign(self, who: str, term: int, office: Office = "planner") -> None:
         self._reach()
-        if self._leads(f"{term} {who}"):
-            self._leader = "", 0.0
+        if self._leads(f"{term} {who}", office):
+            del self._leaders[office]
 
     async def plan(self, who: str, term: int, before: Pools, wanted: Pools) -> bool:
         if not self._leads(f"{term} {who}") or before.stop or await self.desired() != before:
             return False
         await self.desire(wanted)
         return True
+
+    async def note_change(self, who: str, term: int, change: bytes) -> bool:
+        self._reach()
+        if not self._leads(f"{term} {who}"):
+            return False
+        self._change = change
+        return True
+
+    async def noted_change(self) -> bytes | None:
+        self._reach()
+        return self._change
 
     async def note_plan(self, note: bytes, keep: int) -> None:
         self._reach()
@@ -155,8 +168,9 @@ class MemoryRegistry:
         if not self.available:
             raise RegistryUnavailable("down", "switched off")
 
-    def _leads(self, leader: str) -> bool:
-        return self._leader[0] == leader and self._leader[1] > self._now()
+    def _leads(self, leader: str, office: Office = "planner") -> bool:
+        known, until = self._leaders.get(office, ("", 0.0))
+        return known == leader and until > self._now()
 
     def _newest(self, key: tuple[Kind, str]) -> int | None:
         incarnation, forgotten = self._fences.get(key, (None, 0.0))

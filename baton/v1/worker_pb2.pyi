@@ -627,14 +627,16 @@ class SnapshotResponse(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., keys: _Optional[bytes] = ..., medium: _Optional[str] = ...) -> None: ...
 
 class SetRolesRequest(_message.Message):
-    __slots__ = ("to", "roles", "prove")
+    __slots__ = ("to", "roles", "prove", "why")
     TO_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     PROVE_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     to: Addressee
     roles: _containers.RepeatedScalarFieldContainer[str]
     prove: bool
-    def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ..., roles: _Optional[_Iterable[str]] = ..., prove: _Optional[bool] = ...) -> None: ...
+    why: str
+    def __init__(self, to: _Optional[_Union[Addressee, _Mapping]] = ..., roles: _Optional[_Iterable[str]] = ..., prove: _Optional[bool] = ..., why: _Optional[str] = ...) -> None: ...
 
 class SetRolesResponse(_message.Message):
     __slots__ = ("serving", "draining")
@@ -687,7 +689,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., residue: _Optional[_Union[Residue, _Mapping]] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("name", "role", "address", "incarnation", "state", "pid", "host", "model_name", "model_fingerprint", "tokenizer_fingerprint", "block_size", "max_model_len", "kv_blocks", "transport", "load", "metrics", "max_num_seqs", "roles", "eos_token_ids", "lends", "gpus", "speculation", "speculation_tokens", "forks", "tiers", "brings", "matrices")
+    __slots__ = ("name", "role", "address", "incarnation", "state", "pid", "host", "model_name", "model_fingerprint", "tokenizer_fingerprint", "block_size", "max_model_len", "kv_blocks", "transport", "load", "metrics", "max_num_seqs", "roles", "eos_token_ids", "lends", "gpus", "speculation", "speculation_tokens", "forks", "tiers", "brings", "matrices", "proving", "unproved")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -715,6 +717,8 @@ class WorkerRecord(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     BRINGS_FIELD_NUMBER: _ClassVar[int]
     MATRICES_FIELD_NUMBER: _ClassVar[int]
+    PROVING_FIELD_NUMBER: _ClassVar[int]
+    UNPROVED_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     address: str
@@ -742,7 +746,9 @@ class WorkerRecord(_message.Message):
     tiers: _containers.RepeatedCompositeFieldContainer[Tier]
     brings: bool
     matrices: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., metrics: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., lends: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., speculation: _Optional[_Iterable[str]] = ..., speculation_tokens: _Optional[int] = ..., forks: _Optional[bool] = ..., tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., brings: _Optional[bool] = ..., matrices: _Optional[str] = ...) -> None: ...
+    proving: _containers.RepeatedScalarFieldContainer[str]
+    unproved: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., metrics: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., lends: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[Gpu, _Mapping]]] = ..., speculation: _Optional[_Iterable[str]] = ..., speculation_tokens: _Optional[int] = ..., forks: _Optional[bool] = ..., tiers: _Optional[_Iterable[_Union[Tier, _Mapping]]] = ..., brings: _Optional[bool] = ..., matrices: _Optional[str] = ..., proving: _Optional[_Iterable[str]] = ..., unproved: _Optional[str] = ...) -> None: ...
 
 class Tier(_message.Message):
     __slots__ = ("medium", "state", "why", "blocks", "capacity", "reads", "hits", "saved_s", "spent_s", "cost")

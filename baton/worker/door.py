@@ -48,7 +48,7 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
         describe: Callable[[], Awaitable[WorkerRecord]],
         snapshot: Callable[[], Awaitable[tuple[int, dict[str, list[bytes]]]]],
         residue: Callable[[], Residue],
-        set_roles: Callable[[Sequence[str], bool], Awaitable[Mounts]],
+        set_roles: Callable[[Sequence[str], bool, str], Awaitable[Mounts]],
         bring: Callable[[Sequence[bytes], float], Awaitable[int]],
         recorder: Recorder,
     ) -> None:
@@ -125,6 +125,6 @@ class WorkerDoor(worker_pb2_grpc.WorkerServicer):
     async def SetRoles(self, request: worker_pb2.SetRolesRequest, context: Context) -> worker_pb2.SetRolesResponse:
         async with Answering(context):
             self._identity.check(request.to)
-            mounts = await self._set_roles(request.roles, request.prove)
+            mounts = await self._set_roles(request.roles, request.prove, request.why)
             return worker_pb2.SetRolesResponse(serving=mounts.serving, draining=mounts.draining)
         raise AssertionError("answered with an error")

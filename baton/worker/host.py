@@ -95,7 +95,8 @@ class Host:
         self.incarnation = draw_incarnation()
         self.key = mac_key(config.cluster.key)
         self.stage = Stage.STARTING
-        self.mounts = Mounts(self.name, role)
+        self.mounts = Mounts(self.name, role, proven=not config.cluster.prove_workers)
+        self._unproved = ""  # why the last proof failed
         self.prompts = Prompts()
         self.roles: Mapping[RoleName, Role] = {}
         self._stop = stop
@@ -121,7 +122,7 @@ class Host:
         """Raises the error that keeps the engine or the transport from starting."""
         began = loop_time()
         if (port := self.config.telemetry.health_port) is not None:  # first: it answers while the model is loaded
-            health = HealthServer(self.config, lambda: self.stage, stalled_s=self.stalled_s)
+            health = HealthServer(self.config, lambda: self.stage, stalled_s=self.stalled_s, waits_for=self._waits_for)
             self._closers.push_async_callback(health.close)
             await health.start(port)
         if self.config.telemetry.metrics and self.config.engine.device != "cpu":
@@ -204,15 +205,25 @@ class Host:
         await self._starting.leave()
         log.info("%s (incarnation %d) ready on %s, transport %s", self.name, self.incarnation, self.address, self.transport.name)
 
-    async def set_roles(self, wanted: Sequence[str], prove: bool = False) -> Mounts:
+    async def set_roles(self, wanted: Sequence[str], prove: bool = False, why: str = "") -> Mounts:
         """Serves these roles from now on. The others drain and are unmounted when all their work has ended. `prove`: accepts work of these
-        roles without telling anybody; nothing drains. Raises BatonError(INVALID_FIELD, DRAINING)."""
+        roles without serving them; nothing drains. `why`: the last proof failed. Raises BatonError(INVALID_FIELD, DRAINING)."""
         self.mounts.wish(wanted, prove)
+        self._unproved = why if prove else ""
         self._membership.beat()
-        log.info("now serving %s", ", ".join(self.mounts.serving))
+        if why:
+            log.warning("not admitted to %s: %s", ", ".join(self.mounts.proving), why)
+        else:
+            log.info("now serving %s", ", ".join(self.mounts.serving) or "nobody: it has to prove itself")
         for name in self.mounts.draining:
             self.tasks.start(self._unmount(name), f"unmount {name}")
         return self.mounts
+
+    def _waits_for(self) -> str:
+        """What keeps it from taking requests; empty: nothing."""
+        if self.mounts.serving or not self.mounts.proving:
+            return ""
+        return f"it has not proved itself{': ' if self._unproved else ' yet'}{self._unproved}"
 
     async def _unmount(self, name: RoleName) -> None:
         while name in self.mounts.draining and not self.roles[name].idle:
@@ -290,6 +301,8 @@ class Host:
             speculation_tokens=traits.offer.max_tokens,
             forks=True,
             matrices=traits.matrices,
+            proving=self.mounts.proving,
+            unproved=self._unproved,
         )
 
     @property

@@ -6,8 +6,8 @@
     draining    on                   off       proving
     proving     on        draining
 
-`drain`: nothing new is accepted; `idle`: all accepted work has ended; `try`: work is accepted, and nobody is told, so that only who proves
-the role sends any. A worker that is told to stop drains all its roles.
+`drain`: nothing new is accepted; `idle`: all accepted work has ended; `try`: work is accepted, and no record says that it is served, so
+that only who proves the role sends any. So begins a worker that has just started, too. One that is told to stop drains all its roles.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,14 +59,18 @@ class Role(Protocol):
 class Mounts:
     """Which roles a worker serves. `stopping`: the whole worker drains."""
 
-    def __init__(self, worker: str, serves: RoleName) -> None:
+    def __init__(self, worker: str, serves: RoleName, proven: bool = True) -> None:
         self.stopping = False
         self._worker = worker
-        self._states = {name: Mount.ON if name == serves else Mount.OFF for name in ROLES}
+        self._states = {name: (Mount.ON if proven else Mount.PROVING) if name == serves else Mount.OFF for name in ROLES}
 
     @property
     def serving(self) -> tuple[RoleName, ...]:
         return tuple(name for name in ROLES if self._states[name] is Mount.ON)
+
+    @property
+    def proving(self) -> tuple[RoleName, ...]:
+        return tuple(name for name in ROLES if self._states[name] is Mount.PROVING)
 
     @property
     def draining(self) -> tuple[RoleName, ...]:

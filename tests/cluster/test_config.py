@@ -22,6 +22,7 @@ LEGAL = {
     "prefill.placement": "pack",
     "decode.placement": "strict-spread",
     "planner.interval_s": "20",
+    "planner.release": "models/baton",
     "router.port": "9000",
     "router.admin_port": "9001",
     "cluster.name": "other",

@@ -14,15 +14,15 @@ import pytest
 import yaml
 from each import for_each
 
-from baton.cluster.metric_table import ALL, BY_NAME, MAX_OPEN, OPEN, OTHER, TABLE, Alias, Metric, Role
+from baton.cluster.metric_table import ALL, BY_NAME, MAX_OPEN, OPEN, OTHER, PLANNER, ROUTER, TABLE, Alias, Metric, Role
 from baton.cluster.metrics import Book, Family, Histogram, Series
 from router import choosing, policy
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 UNITS = {
-    "1", "attempts", "blocks", "bytes", "choices", "entries", "errors", "handoffs", "hints", "leases", "ratio", "requests", "seconds",
-    "sequences", "spans", "times", "tokens", "watts",
+    "1", "attempts", "blocks", "bytes", "changes", "choices", "entries", "errors", "handoffs", "hints", "leases", "ratio", "requests",
+    "requests per second", "seconds", "sequences", "spans", "times", "tokens", "watts", "workers",
 }  # fmt: skip
 OF_A_CLIENT = {"request", "request_id", "prompt", "user", "tenant", "session", "salt", "path", "query", "address", "ip"}
 
@@ -43,7 +43,7 @@ class TestTable:
         assert metric.unit in UNITS
         if metric.unit in ("seconds", "bytes", "ratio", "tokens"):
             assert metric.unit in metric.name.removesuffix("_total").rsplit("_", 1)[-1], "the unit is the last word"
-        assert metric.help.endswith(".") and metric.roles and set(metric.roles) <= set(ALL)
+        assert metric.help.endswith(".") and metric.roles and (set(metric.roles) <= set(ALL) or metric.roles == PLANNER)
         assert bool(metric.buckets) == (metric.kind == "histogram")
         assert all(low < high for low, high in pairwise(metric.buckets)) and math.inf not in metric.buckets
 
@@ -52,7 +52,9 @@ class TestTable:
         assert not set(metric.labels) & OF_A_CLIENT
         known = math.prod(len(allowed) for allowed in metric.labels.values() if allowed is not OPEN)
         assert known * (MAX_OPEN if OPEN in metric.labels.values() else 1) <= 1024
-        assert not {"worker", "role"} & set(metric.labels) or metric.roles == ("router",), "every worker metric has these labels already"
+        assert not {"worker", "role"} & set(metric.labels) or metric.roles in (ROUTER, PLANNER), (
+            "a worker's metrics have these labels already"
+        )
         for allowed in metric.labels.values():
             assert OTHER not in allowed and len(set(allowed)) == len(allowed)
 

@@ -251,6 +251,24 @@ async def test_only_who_leads_plans_and_only_from_what_is_wanted(world: World) -
     assert not await world.registry.plan("a", term, Pools(2, 1), Pools(3, 1))
 
 
+async def test_each_office_has_a_leader_of_its_own(world: World) -> None:
+    term = await world.registry.lead("a", 10.0)
+    assert await world.other.lead("b", 10.0, 0, "prover") == 1 and await world.registry.lead("a", 10.0, 0, "prover") == 0
+    await world.other.resign("b", 1)  # of the planner, which it does not lead
+    assert await world.registry.lead("a", 10.0, term) == term
+    await world.other.resign("b", 1, "prover")
+    assert await world.registry.lead("a", 10.0, 0, "prover") == 2
+
+
+async def test_only_who_leads_notes_its_change(world: World) -> None:
+    assert await world.other.noted_change() is None
+    term = await world.registry.lead("a", 10.0)
+    assert await world.registry.note_change("a", term, b"one") and await world.other.noted_change() == b"one"
+    assert not await world.other.note_change("b", term, b"two") and not await world.registry.note_change("a", term + 1, b"two")
+    await world.advance(11.0)
+    assert not await world.registry.note_change("a", term, b"two") and await world.other.noted_change() == b"one"
+
+
 async def test_the_last_plans_are_kept(world: World) -> None:
     assert await world.registry.noted_plans(5) == []
     for number in range(6):

@@ -206,9 +206,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], tu
         await asyncio.sleep(0)
         return [RouterRecord("router-0", 1, 1, "host", {"grpc": "127.0.0.1:1", "admin": "127.0.0.1:2"}, "toy")]
 
-    async def ready(config: Config, router: RouterRecord, label: str) -> int:
+    async def ready(config: Config, router: RouterRecord, label: str) -> tuple[int, dict[str, str]]:
         await asyncio.sleep(0)
-        return config.prefill.replicas + config.decode.replicas
+        return config.prefill.replicas + config.decode.replicas, {}
 
     async def serves(config: Config, routers: list[RouterRecord]) -> bool:
         await asyncio.sleep(0)

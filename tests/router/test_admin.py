@@ -67,7 +67,7 @@ class House:
     async def probe(self, asker: str) -> Probed:
         return Probed("ready", BUSY, ("decode",), 0.0, 0)
 
-    async def set_roles(self, wanted: Sequence[str], prove: bool = False) -> Mounts:
+    async def set_roles(self, wanted: Sequence[str], prove: bool = False, why: str = "") -> Mounts:
         mounts = Mounts("d0", "decode")
         mounts.wish(wanted)
         return mounts
@@ -316,7 +316,7 @@ async def test_status_reports_workers_that_answer_and_workers_that_do_not(house:
     workers = {worker["name"]: worker for worker in told["workers"]}
     assert house[0].says is not None
     held = {"idle": False, "leases": 2, "quarantined_blocks": 3, "blocks_in_use": 4}
-    lists = {"roles": [], "gpus": [], "tiers": [], "speculation": [], "eos_token_ids": [256]}
+    lists = {"roles": [], "gpus": [], "tiers": [], "speculation": [], "proving": [], "eos_token_ids": [256]}
     assert workers["d0"] == {**asdict(house[0].says), **lists, **held}
     lost = workers["p0"]
     assert lost["state"] == "unreachable" and "WORKER_LOST" in lost["error"] and lost["kv_blocks"] == 1000 and "idle" not in lost
@@ -404,7 +404,7 @@ def test_a_record_and_its_message_have_the_same_fields() -> None:
     facts = record("d0", load=BUSY, gpus=gpus, tiers=tiers)
     message = pb.WorkerRecord(**asdict(facts))
     told = {"gpus": [asdict(gpu) for gpu in gpus], "tiers": [asdict(tier) for tier in tiers]}
-    lists = {"roles": list(facts.roles), "eos_token_ids": [256], "speculation": []}
+    lists = {"roles": list(facts.roles), "eos_token_ids": [256], "speculation": [], "proving": []}
     assert plain(message) == {**asdict(facts), **told, **lists} and WorkerRecord.from_mapping(plain(message)) == facts
 
 

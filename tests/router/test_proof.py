@@ -1,68 +1,31 @@
 """A worker proves itself before it serves another role: one that lies, or did not switch, is not admitted."""
 
-from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from proving_workers import ProvingWorkers
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.records import RoleName, WorkerRecord
+from baton.cluster.records import RoleName
 from baton.simulate import virtual_time
 from baton.simulate.cluster import SimulatedCluster, Sizes
-from baton.simulate.workers import ModelledWorkers, Times
-from router.proof import TOKENS, prove
+from baton.simulate.workers import Times
+from router.proof import TIE, TOKENS, parting, prove, usable
 from router.request import Token
-from router.workers import FirstToken
+from router.view import ClusterView
 
 
-class Workers(ModelledWorkers):
-    """Those of the simulator. `liar` says other tokens; `stuck` does not serve what it was asked to."""
-
-    def __init__(self, fleet: Any, liar: str = "", stuck: str = "") -> None:
-        super().__init__(fleet, "router")
-        self.liar, self.stuck = liar, stuck
-        self.wishes: list[tuple[str, tuple[str, ...], bool]] = []
-        self.asked: list[tuple[str, str]] = []
-
-    async def set_roles(self, worker: WorkerRecord, roles: Sequence[str], prove: bool = False) -> Any:
-        self.wishes.append((worker.name, tuple(roles), prove))
-        return tuple(roles), ()
-
-    async def prefill(self, worker: WorkerRecord, request: Any, timeout_s: float, *rest: Any) -> AsyncGenerator[Any, None]:
-        self._check(worker, "prefill")
-        async for event in super().prefill(worker, request, timeout_s, *rest):
-            if worker.name == self.liar and isinstance(event, FirstToken):
-                event = replace(event, token=Token(event.token.id + 1))
-            yield event
-
-    async def decode(self, worker: WorkerRecord, request: Any, handle: bytes, timeout_s: float, *rest: Any) -> AsyncGenerator[Any, None]:
-        self._check(worker, "decode")
-        async for event in super().decode(worker, request, handle, timeout_s, *rest):
-            if worker.name == self.liar and isinstance(event, tuple):
-                event = tuple(Token(token.id + 1) for token in event)
-            yield event
-
-    def _check(self, worker: WorkerRecord, role: str) -> None:
-        self.asked.append((worker.name, role))
-        if worker.name == self.stuck:
-            raise BatonError(Reason.WRONG_ROLE, f"{worker.name} does not serve {role} now")
-
-
-def proving(name: str, role: RoleName, sizes: tuple[int, int] = (2, 2), **how: str) -> tuple[Workers, BatonError | None]:
+def proving(name: str, role: RoleName, sizes: tuple[int, int] = (2, 2), **how: str) -> tuple[ProvingWorkers, BatonError | None]:
     """What became of it."""
 
-    async def main() -> tuple[Workers, BatonError | None]:
+    async def main() -> tuple[ProvingWorkers, BatonError | None]:
         cluster = SimulatedCluster(Sizes(*sizes), Times(), RouterConfig())
-        workers = Workers(cluster.fleet, **how)
-        usable: dict[RoleName, list[WorkerRecord]] = {
-            "prefill": [one for one in cluster.records if one.role == "prefill"],
-            "decode": [one for one in cluster.records if one.role == "decode"],
-        }
-        [worker] = [one for one in cluster.records if one.name == name]
+        workers = ProvingWorkers(cluster.fleet, **how)
+        view: ClusterView = cluster.routers[0].view
+        worker = view.members.record(name)
         try:
-            await prove(workers, usable, worker, (role,))
+            await prove(workers, usable(view.members, worker), worker, (role,))
         except BatonError as error:
             return workers, error
         finally:
@@ -109,3 +72,39 @@ def test_without_another_decode_worker_there_is_nothing_to_compare_with() -> Non
 def test_what_it_serves_already_needs_no_proof() -> None:
     workers, error = proving("decode-0", "decode")
     assert error is None and not workers.wishes and not workers.asked
+
+
+def test_a_worker_that_cannot_read_kv_is_not_admitted() -> None:
+    """Its tokens are right, because it computes the prompt again."""
+    workers, error = proving("prefill-0", "decode", deaf="prefill-0")
+    assert error is not None and "prefill-0 could not read the KV that it was handed" in str(error)
+    assert workers.wishes[-1] == ("prefill-0", ("prefill",), False)
+
+
+def test_a_worker_that_has_not_proved_its_own_role_is_not_flipped() -> None:
+    async def main() -> None:
+        cluster = SimulatedCluster(Sizes(2, 2), Times(), RouterConfig())
+        workers, members = ProvingWorkers(cluster.fleet), cluster.routers[0].view.members
+        fresh = replace(members.record("decode-0"), roles=(), proving=("decode",))
+        with pytest.raises(BatonError, match="decode-0 has not proved the role yet"):
+            await prove(workers, usable(members, fresh), fresh, ("prefill",))
+        assert not workers.wishes
+        await cluster.fleet.close()
+
+    virtual_time.run(main())
+
+
+def said(*ids: int, logprob: float = -0.5, top: tuple[tuple[int, float], ...] = ()) -> list[Token]:
+    return [Token(each, logprob, top) for each in ids]
+
+
+@pytest.mark.parametrize(("gap", "agree"), [(0.0, True), (TIE / 2, True), (TIE * 2, False)])
+def test_where_two_tokens_are_as_good_as_equal_either_may_be_said(gap: float, agree: bool) -> None:
+    known = [*said(1, 2), *said(3, top=((3, -0.5), (9, -0.5 - gap))), *said(4)]
+    assert (parting(known, said(1, 2, 9, 7)) == "") is agree, "after the tie the texts are different ones"
+    assert parting(known, said(1, 2, 8, 7)), "a token that was not among the best"
+    assert parting(known, said(5, 2, 3, 4)), "an engine that tells no log-probabilities is compared bit for bit"
+
+
+def test_outputs_of_other_lengths_differ() -> None:
+    assert not parting(said(1, 2), said(1, 2)) and parting(said(1, 2), said(1)) and parting(said(1), said(1, 2))

@@ -152,7 +152,7 @@ def on_ports(ports: dict[str, int], folder: Path, **model: int) -> Iterator[Proc
         router = hand.python("router", *flags, env=common)
         address = f"127.0.0.1:{ports['router']}"
         made = Processes(hand, path, address, f"127.0.0.1:{ports['admin']}", prefill, decode, router)
-        hand.wait(lambda: healthy(address) and healthy(f"127.0.0.1:{ports['prefill']}") and len(made.workers()) == 2)
+        hand.wait(lambda: healthy(address) and [worker["state"] for worker in made.workers()] == ["ready", "ready"])
         yield made
     finally:
         hand.stop()

@@ -28,6 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.client import AsyncClient, GenerateError
 from baton.cluster.metric_table import TABLE, Role
 from baton.launch.ports import Ports
+from router.proof import PROMPT as PROOF
 
 pytestmark = pytest.mark.system
 
@@ -139,6 +140,7 @@ def test_the_router_counts_requests_tokens_and_times(used: dict[Role, Scrape]) -
     assert router.sum("baton_router_requests_in_flight") == 0 == router.sum("baton_router_requests_queued")
     assert router.sum("baton_router_slo_missed_total") == REQUESTS + 1 and router.sum("baton_router_slo_met_total") == 0
     assert router.sum("baton_router_slo_attainment_ratio") == 0
+    assert router.sum("baton_router_proofs_total", outcome="admitted") == 2 and router.sum("baton_router_worker_unproven") == 0
     assert router.sum("baton_router_worker_usable") == 2 and router.sum("baton_router_worker_usable", worker="decode-0") == 1
     assert router.sum("baton_router_worker_credit_tokens", worker="decode-0") > 0
     assert router.sum("baton_registry_reachable") == 1
@@ -155,8 +157,8 @@ def test_the_workers_count_handoffs_leases_and_steps(used: dict[Role, Scrape]) -
     assert decode.sum("baton_handoff_read_bytes_sum", transport="nixl") == checked * 2 * 16 * 8 * 8
     assert decode.sum("baton_handoff_recomputed_tokens_total") == 0
     granted, ended = (prefill.sum("baton_leases_total", event=event) for event in ("granted", "released"))
-    assert granted == ended == REQUESTS + 1 and prefill.sum("baton_leases_held") == 0
-    assert prefill.sum("baton_engine_computed_tokens_total") == REQUESTS * PROMPT + 50
+    assert granted == ended == 1 + REQUESTS + 1 and prefill.sum("baton_leases_held") == 0, "the first when it proved itself"
+    assert prefill.sum("baton_engine_computed_tokens_total") == len(PROOF) + REQUESTS * PROMPT + 50
     for worker in (prefill, decode):
         assert worker.sum("baton_engine_step_tokens_sum") == worker.sum("baton_engine_computed_tokens_total")
         assert worker.sum("baton_engine_step_duration_seconds_count") == worker.sum("baton_engine_step_sequences_count") > 0

@@ -2,7 +2,7 @@
 import { $, bytes, count, draw, kind, make, percent } from "./show.js";
 
 const LOST = new Set(["unreachable", "gone"]);
-const BAD = new Set([...LOST, "unfit", "hung", "ejected"]);
+const BAD = new Set([...LOST, "unfit", "hung", "ejected", "unproven"]);
 const MOST_DOTS = 40;
 const MOST_WIRES = 150; // with more, only the busy ones are drawn
 const GAP = 90; // between two pools, where the wires are
@@ -59,6 +59,7 @@ function detail(worker, used) {
       unfit: "serves another model",
       hung: "makes no progress",
       ejected: "put aside: worse than its peers",
+      unproven: "has not proved itself yet",
     }[worker.state];
   }
   const more = [`KV ${percent(used)} of ${worker.kv_blocks} blocks in use`, `${worker.cached_blocks} cached`];
