@@ -16,7 +16,7 @@ import yaml
 from baton.cluster.config_layers import schema
 
 CHART = Path(__file__).resolve().parent.parent / "deploy" / "helm" / "baton"
-ROLES = ("router", "prefill", "decode", "redis")
+ROLES = ("router", "prefill", "decode", "planner", "redis")
 PULL = ["Always", "IfNotPresent", "Never"]
 SCALING = ["values", "hpa", "keda", "baton"]
 ONE_OF = {
@@ -33,7 +33,7 @@ ONE_OF = {
     "decode.scaling": SCALING,
 }
 COPIES = ("prometheus/alerts.yml", "grafana/baton.json")  # a chart reads only files inside it
-AT_LEAST = {"decode.replicas": 1, "decode.autoscale.min": 1, "gpu.workersPerGpu": 1}
+AT_LEAST = {"decode.replicas": 1, "planner.replicas": 1, "decode.autoscale.min": 1, "gpu.workersPerGpu": 1}
 OPEN = ("resources", "rollout", "disruption")  # Kubernetes checks these
 Schema = dict[str, Any]
 

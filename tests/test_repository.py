@@ -91,6 +91,8 @@ ARROWS = {
     "baton.planner": {
         "baton.clock",
         "baton.cluster",
+        "baton.launch.kubernetes_launcher",
+        "baton.launch.pods",
         "baton.moves",
         "baton.plan.formulae",
         "baton.profile",
@@ -258,7 +260,7 @@ PURE = (
     "baton/plan/advice.py", "baton/plan/formulae.py", "baton/plan/pools.py", "baton/plan/search.py", "baton/plan/traffic.py",
     "baton/plan/values.py",
     "baton/profile/models.py",
-    *(f"baton/planner/{name}.py" for name in ("capacity", "change", "decide", "demand", "forecast", "planner")),
+    *(f"baton/planner/{name}.py" for name in ("capacity", "change", "decide", "demand", "forecast", "memory", "planner")),
     "baton/cockpit/knobs.py", "baton/cockpit/experiments.py", "baton/cockpit/calculators.py",
     "loadtest/slo.py", "loadtest/distribution.py", "loadtest/window.py", "loadtest/summary.py", "loadtest/estimate.py",
     "loadtest/verdict.py", "loadtest/arms.py",

@@ -132,11 +132,11 @@ class Api:
         """The deployments of all namespaces. Few callers have the right to list them."""
         return self._items("deployments.apps", "", self._apps.list_deployment_for_all_namespaces, label_selector=selector)
 
-    def scale(self, namespace: str, deployment: str, size: int) -> None:
+    def scale(self, namespace: str, deployment: str, size: int, version: str | None = None) -> None:
+        """`version`: of the Deployment, which must still have it. Raises Conflict if it has not."""
         what = ("patch", f"deployments.apps/scale in namespace {namespace}")
-        self._call(
-            *what, self._apps.patch_namespaced_deployment_scale, deployment, namespace, {"spec": {"replicas": size}}, _content_type=MERGE
-        )
+        body: Object = {"spec": {"replicas": size}} | ({"metadata": {"resourceVersion": version}} if version else {})
+        self._call(*what, self._apps.patch_namespaced_deployment_scale, deployment, namespace, body, _content_type=MERGE)
 
     def annotate_pod(self, namespace: str, pod: str, annotations: dict[str, str | None]) -> None:
         """None removes one."""

@@ -17,10 +17,11 @@ from baton.cluster.errors import BatonError, Reason, invalid
 from baton.launch import pods as read
 from baton.launch.kubernetes_api import Api, connect
 from baton.launch.launcher import PoolManager, ProcessState, Template
-from baton.launch.pods import Load, Object, ReleaseName
+from baton.launch.pods import Conflict, Load, Object, ReleaseName
 
 LOOK_EVERY_S = 0.25
 CONTROLLERS_S = 0.5  # the controllers read from caches, which follow by a moment
+CONFLICTS = 10  # with other changes of a Deployment, until it is given up
 GONE_S = 30.0  # on top of a pod's grace, for its node
 Loads = Callable[[], Mapping[str, Load]]
 
@@ -31,7 +32,8 @@ def unknown() -> Mapping[str, Load]:
 
 class KubernetesLauncher(PoolManager):
     """`context`: of the kubeconfig. `loads`: asked in a thread before a pool shrinks; worker → load. `place_timeout_s`: how long new pods
-    may wait for a node. `borrows`: also resizes a pool whose size the chart's values own; whoever asks for that puts it back."""
+    may wait for a node. `borrows`: also resizes a pool whose size the chart's values own; whoever asks for that puts it back. `permit`:
+    called immediately before a size is written; raises BatonError if that may not be any more."""
 
     def __init__(
         self,
@@ -40,12 +42,14 @@ class KubernetesLauncher(PoolManager):
         loads: Loads = unknown,
         place_timeout_s: float = 60.0,
         borrows: bool = False,
+        permit: Callable[[], None] = lambda: None,
     ) -> None:
         self._release = release
         self._context = context
         self._loads = loads
         self._place_timeout_s = place_timeout_s
         self._borrows = borrows
+        self._permit = permit
         self._changing = asyncio.Lock()
         self._connected: Api | None = None
 
@@ -68,8 +72,10 @@ class KubernetesLauncher(PoolManager):
         found = [pod for deployment in (await self._deployments()).values() for pod in await self._pods(deployment)]
         return [read.process_of(pod) for pod in sorted(found, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))]
 
-    async def resize(self, role: str, count: int) -> list[ProcessState]:
-        """Raises FORBIDDEN, UNAUTHENTICATED or UNREACHABLE besides, and INVALID_FIELD for a pool that another owns. If pods do not end
+    async def resize(self, role: str, count: int, only_from: int | None = None) -> list[ProcessState]:
+        """`only_from`: nothing is changed if the pool has another size, whoever gave it that meanwhile.
+
+        Raises FORBIDDEN, UNAUTHENTICATED or UNREACHABLE besides, and INVALID_FIELD for a pool that another owns. If pods do not end
         within their grace, raises DEADLINE: the size is as asked then, and Kubernetes goes on."""
         if count < 0:
             raise invalid("count", f"{count} is negative")
@@ -82,19 +88,21 @@ class KubernetesLauncher(PoolManager):
                 read.check_owner(self._release, deployment, count)
             before = await self._pods(deployment)
             size = read.size_of(deployment)
+            if only_from not in (None, size):
+                raise taken(role, size)
             if count < size:
-                await self._shrink(deployment, before, count)
+                await self._shrink(deployment, before, count, only_from)
             elif count > size:
-                await self._grow(deployment, before, count)
+                await self._grow(deployment, before, count, only_from)
         return await self._gone(deployment, before, count) if count < size else []
 
-    async def _shrink(self, deployment: Object, before: list[Object], count: int) -> None:
+    async def _shrink(self, deployment: Object, before: list[Object], count: int, only_from: int | None) -> None:
         counted = [pod for pod in before if read.counts(pod)]
         loads = await asyncio.to_thread(self._loads)
         going = read.idlest(counted, loads, len(counted) - count)
         try:
             await self._mark(counted, going)
-            await self._scale(deployment, count)
+            await self._scale(deployment, count, only_from)
         except BaseException:  # also when cancelled: they stay, so they must not be the first to go the next time
             with contextlib.suppress(BatonError):
                 await asyncio.shield(self._unmark(counted, going))
@@ -114,9 +122,9 @@ class KubernetesLauncher(PoolManager):
                 given = pod["metadata"].get("annotations", {}).get(read.COST)
                 await self._ask("annotate_pod", read.name_of(pod), {read.COST: given})
 
-    async def _grow(self, deployment: Object, before: list[Object], count: int) -> None:
+    async def _grow(self, deployment: Object, before: list[Object], count: int, only_from: int | None) -> None:
         try:
-            await self._scale(deployment, count)
+            await self._scale(deployment, count, only_from)
             await self._placed(deployment, before, count)
         except BaseException:  # also when cancelled
             await asyncio.shield(self._put_back(deployment, before, count))
@@ -148,7 +156,7 @@ class KubernetesLauncher(PoolManager):
         known = {read.name_of(pod) for pod in before}
         counted = [pod for pod in await self._pods(now) if read.counts(pod)]
         await self._mark(counted, [read.name_of(pod) for pod in counted if read.name_of(pod) not in known])
-        await self._scale(now, read.size_of(deployment))
+        await self._scale(now, read.size_of(deployment), count)
         await self._gone(now, counted, read.size_of(deployment))
 
     async def _gone(self, deployment: Object, before: list[Object], count: int) -> list[ProcessState]:
@@ -179,8 +187,22 @@ class KubernetesLauncher(PoolManager):
         found: list[Object] = await self._ask("pods", read.selector_of(deployment))
         return [pod for pod in found if not read.has_ended(pod)]
 
-    async def _scale(self, deployment: Object, size: int) -> None:
-        await self._ask("scale", read.name_of(deployment), size)
+    async def _scale(self, deployment: Object, size: int, only_from: int | None) -> None:
+        """Writes a size. Other things of a Deployment change all the time, its status first, so a conflict need not mean another size."""
+        version = None
+        for _ in range(CONFLICTS):
+            if only_from is not None:
+                deployment = (await self._deployments())[read.role_of(deployment)]
+                if (found := read.size_of(deployment)) != only_from:
+                    raise taken(read.role_of(deployment), found)
+                version = read.version_of(deployment)
+            self._permit()
+            try:
+                await self._ask("scale", read.name_of(deployment), size, version)
+                return
+            except Conflict as error:
+                conflict = error
+        raise conflict
 
     async def _ask(self, method: str, *what: Any) -> Any:
         return await asyncio.to_thread(getattr(self._api, method), self._release.namespace, *what)
@@ -189,6 +211,10 @@ class KubernetesLauncher(PoolManager):
     def _api(self) -> Api:
         assert self._connected is not None, "start() comes first"
         return self._connected
+
+
+def taken(role: str, size: int) -> BatonError:
+    return invalid("role", f"somebody else has made the size of {role} {size}")
 
 
 async def until(condition: Callable[[], Awaitable[bool]], within_s: float) -> bool:

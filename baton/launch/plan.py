@@ -147,7 +147,9 @@ def templates(config: Config, ports: Ports, label: str = "") -> list[tuple[Templ
     ]
     if config.planner.enabled:
         # It ends with the routers, before the workers: nothing is to be planned for a cluster that stops.
-        made.append((Template("planner", command("baton.planner"), env, cpus=0.0, leads=True), 1))
+        own = {name: value for name, value in env.items() if name != "BATON_TELEMETRY_HEALTH_PORT"}
+        own["BATON_TELEMETRY_WORKER_METRICS_PORT"] = "0"  # a fixed one is a worker's
+        made.append((Template("planner", command("baton.planner"), own, cpus=0.0, leads=True), 1))
     if label:
         made.clear()
     for role in ROLES:

@@ -67,6 +67,12 @@ def size_of(deployment: Object) -> int:
     return size
 
 
+def version_of(thing: Object) -> str:
+    """Changes with every change of the object."""
+    version: str = thing["metadata"]["resourceVersion"]
+    return version
+
+
 def owner_of(deployment: Object) -> str:
     """Who chooses its number of pods; empty if it does not say."""
     owner: str = deployment["metadata"].get("annotations", {}).get(OWNER, "")
@@ -172,6 +178,13 @@ def check_owner(release: ReleaseName, deployment: Object, count: int) -> None:
     raise invalid("role", f"the size of {role} is not for `baton scale`; {way}")
 
 
+class Conflict(BatonError):
+    """The object was changed by somebody else since it was read."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Reason.INVALID_FIELD, message)
+
+
 def explain(verb: str, resource: str, status: int, body: str) -> BatonError:
     """An answer of the API server that is a refusal. `resource`: as its rights call it, with the namespace."""
     said = _said(body)
@@ -184,7 +197,9 @@ def explain(verb: str, resource: str, status: int, body: str) -> BatonError:
             return BatonError(Reason.SATURATED, said)
         case 403:
             return BatonError(Reason.FORBIDDEN, f"you lack the right to {verb} {resource}: {said}")
-        case 404 | 409 | 422 | 400:
+        case 409:
+            return Conflict(f"cannot {verb} {resource}: {said}")
+        case 404 | 422 | 400:
             return invalid("kubernetes", f"cannot {verb} {resource}: {said}")
         case _:
             return BatonError(Reason.UNREACHABLE, f"the API server cannot {verb} {resource} ({status}): {said}")

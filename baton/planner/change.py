@@ -6,14 +6,19 @@
     proving                          settled    timed_out   timed_out
     timed_out                                                         undone
 
+A planner that takes over goes on with the change that the one before it noted (`Change.noted`), from `acting`.
+
 `act`: it was written where the launchers, or the worker, read it. `there`: the workers that it meant are there. `proved`: they have served
 as long as a new worker is thought to be cold. `refuse`: it was not accepted, or a worker turned out bad. `late`: its time is over. One
 change at a time is alive.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
+from typing import ClassVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from baton.cluster.records import ROLES, Pools, RoleName
 from baton.moves import Moves
@@ -106,6 +111,10 @@ class Resize:
         return ", ".join(step for step, pool in zip(steps, ROLES, strict=True) if getattr(self.before, pool) != getattr(self.pools, pool))
 
     @property
+    def kind(self) -> str:
+        return "grow" if self.grows else "shrink"
+
+    @property
     def grows(self) -> bool:
         return self.pools.prefill > self.before.prefill or self.pools.decode > self.before.decode
 
@@ -117,6 +126,7 @@ class Flip:
     worker: str
     to: RoleName
     before: RoleName
+    kind: ClassVar[str] = "flip"
 
     def __str__(self) -> str:
         return f"{self.worker} serves {self.to} instead of {self.before}"
@@ -152,9 +162,38 @@ class Change:
     def alive(self) -> bool:
         return self.state not in OVER
 
+    def noted(self, now: float) -> bytes:
+        """For the planner that may take over. Durations alone: no two hosts have one clock."""
+        made = _Noted(self.number, self.action, asdict(self.sizes), max(0.0, self.deadline - now), now - self.began, self.alive)
+        return _NOTED.dump_json(made)
+
+    @classmethod
+    def of_note(cls, note: bytes, now: float) -> "Change":
+        """As the one before left it: it may have been made or not. Raises ValueError."""
+        try:
+            told = _NOTED.validate_json(note)
+            sizes = Sizes(**told.sizes)
+        except (ValidationError, TypeError) as error:
+            raise ValueError(f"this is no note of a change: {error}") from None
+        state = State.ACTING if told.alive else State.SETTLED
+        return cls(told.number, told.action, sizes, now + told.left_s, now - told.took_s, state)
+
     def done(self, seen: Seen) -> bool:
         """Whether what it asked for is there."""
         if isinstance(self.action, Flip):
             return any(worker.name == self.action.worker and worker.serves == (self.action.to,) for worker in seen.workers)
         wanted = self.action.pools
         return all(len(seen.of(pool)) == getattr(wanted, pool) and not seen.of(pool, draining=True) for pool in ROLES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    number: int
+    action: Resize | Flip
+    sizes: dict[str, int]
+    left_s: float
+    took_s: float
+    alive: bool
+
+
+_NOTED = TypeAdapter(_Noted)

@@ -11,12 +11,13 @@ Every action passes `forbidden`, whatever led to it. It keeps three promises: th
 and start counted; a worker that serves each role which must be served is there throughout; no role leaves its bounds.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from baton.cluster.records import ROLES, Pools, RoleName
 from baton.planner.capacity import Effect, Model, Sizes
 from baton.planner.change import Action, Change, Flip, Resize, Seen, State, Worker, sized
 from baton.planner.demand import Demand, Interval
+from baton.planner.memory import NONE, Alternative, Decision, Memory, Need, Refusal, Rules, kind_of
 
 PREFILL_STAGES = frozenset({"queue", "prefill", "prefill_wait", "prefill_compute"})
 PRESSURE_STEP, PRESSURE_MOST = 1.15, 4.0
@@ -26,83 +27,16 @@ AGAIN_S = 600.0  # before a worker is asked again that did not change its role w
 GAIN = 0.05  # of the attainment, at least, that a flip within a spent budget must bring
 BACK_OFF, BACK_OFF_MOST_S = 2.0, 3600.0
 NEVER = -1e8  # `Seen.at` before the first figures
+WRITTEN_S = 15.0  # by then, sizes that were asked for are the wanted ones
 OTHER: dict[RoleName, RoleName] = {"prefill": "decode", "decode": "prefill"}
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Seconds and workers. `target`: share of requests that should meet each objective. `costs`: what a worker of each pool takes of the
-    budget. `cold_s`: what a worker does so soon after it started or changed its role says nothing. `margin`: a pool shrinks only if what is
-    left would also serve so much more than is forecast."""
-
-    least: Sizes
-    most: Sizes
-    budget: float
-    costs: tuple[float, float] = (1.0, 1.0)
-    target: float = 0.95
-    flips: bool = True
-    margin: float = 0.15
-    cooldown_s: float = 30.0
-    hold_s: float = 180.0
-    start_timeout_s: float = 300.0
-    flip_timeout_s: float = 30.0
-    cold_s: float = 10.0
-    stale_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """The sizes that a load needed at one moment: to grow to, and, with the margin, to shrink to."""
-
-    at: float
-    grow: Sizes
-    shrink: Sizes
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What was decided before. `pressure`: by how much each role needs more than the model says, from misses that it did not foresee.
-    `blocked`: pools that could not grow and workers that did not flip: until when, and the wait after that."""
-
-    change: Change | None = None
-    changes: int = 0
-    ended: float = -1e9  # the last change
-    flipped: tuple[float, RoleName] | None = None  # when, and to what
-    needs: tuple[Need, ...] = ()
-    blocked: tuple[tuple[str, float, float], ...] = ()
-    pressure: tuple[float, float] = (1.0, 1.0)
-    raised: int = 0  # how often
-    missing: int = 0
-    learned: int = -1  # the last interval that was
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    sizes: Sizes
-    effect: Effect
-    verdict: str
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """`action` None: nothing changes, and `why` says why. `expected`: of the sizes that serve afterwards."""
-
-    action: Action | None
-    why: str
-    sizes: Sizes
-    demand: Demand
-    after: Sizes
-    now: Effect | None = None
-    expected: Effect | None = None
-    alternatives: tuple[Alternative, ...] = ()
-    memory: Memory = field(default=Memory(), repr=False)
-    undoes: bool = False  # the action takes back one that did not come about; it is no change of its own
 
 
 def decide(seen: Seen, demand: Demand, model: Model, memory: Memory, rules: Rules, now: float) -> Decision:
     sizes = seen.sizes
     if hindered := hindrance(seen, rules, now):
-        return Decision(None, hindered, sizes, demand, sizes, memory=memory)
+        return Decision(None, hindered, sizes, demand, sizes, memory=memory, refused=(kind_of(hindered),))
+    if seen.wanted is not None and (memory.awaited is None or memory.awaited[0] != seen.wanted):
+        memory = replace(memory, awaited=(seen.wanted, now))
     memory = advance(memory, seen, rules, now)
     if memory.change is not None and memory.change.state is State.TIMED_OUT:
         return _undo(seen, demand, memory, rules, now)
@@ -110,7 +44,8 @@ def decide(seen: Seen, demand: Demand, model: Model, memory: Memory, rules: Rule
         return Decision(None, "no request has ended yet: how long they are is not known", sizes, demand, sizes, memory=memory)
     memory = _note_need(memory, model, demand, rules, now)
     if memory.change is not None and memory.change.alive:
-        return Decision(None, f"change {memory.change.number} is {memory.change.state.value}", sizes, demand, sizes, memory=memory)
+        why, need = f"change {memory.change.number} is {memory.change.state.value}", memory.needs[-1].grow
+        return Decision(None, why, sizes, demand, sizes, memory=memory, need=need)
     effect = model.effect(sizes, _pressed(demand, memory))
     return _choose(seen, demand, effect, model, memory, rules, now)
 
@@ -118,14 +53,15 @@ def decide(seen: Seen, demand: Demand, model: Model, memory: Memory, rules: Rule
 def hindrance(seen: Seen, rules: Rules, now: float) -> str:
     """Why nothing may be changed, whatever is needed; empty: nothing hinders."""
     if seen.wanted is None:
-        return "no supervisor keeps the sizes of the pools"
+        return Refusal.of("no supervisor", "no supervisor keeps the sizes of the pools")
     if seen.wanted.stop:
-        return "the cluster is being stopped"
+        return Refusal.of("stopping", "the cluster is being stopped")
     if now - seen.at > rules.stale_s:
-        return f"the newest figures are {now - seen.at:.0f} s old" if seen.at > NEVER else "no figures have come yet"
+        told = f"the newest figures are {now - seen.at:.0f} s old" if seen.at > NEVER else "no figures have come yet"
+        return Refusal.of("stale", told)
     if not seen.workers:
-        return "no worker is known"
-    return ""
+        return Refusal.of("no worker", "no worker is known")
+    return NONE
 
 
 def cold(seen: Seen, rules: Rules, now: float) -> bool:
@@ -147,11 +83,28 @@ def advance(memory: Memory, seen: Seen, rules: Rules, now: float) -> Memory:
             change = change.after("proved")
     if change.state is State.ACTING and now >= change.deadline:
         change = change.after("late", f"it was not done within {change.deadline - change.began:.0f} s")
+    elif change.state is State.ACTING and now - change.began >= WRITTEN_S and _overruled(change, seen):
+        change = change.after("late", "other sizes are wanted by now")
     ended = now if not change.alive else memory.ended
     if change.state is State.SETTLED and isinstance(change.action, Resize) and change.action.grows:
         grown = {pool for pool in ROLES if getattr(change.action.pools, pool) > getattr(change.action.before, pool)}
         memory = replace(memory, blocked=tuple(one for one in memory.blocked if one[0] not in grown))
     return replace(memory, change=change, ended=ended)
+
+
+def _overruled(change: Change, seen: Seen) -> bool:
+    """Whether somebody else has asked for other sizes since, or Kubernetes had no room and took them back."""
+    return isinstance(change.action, Resize) and seen.wanted != change.action.pools
+
+
+def take_up(memory: Memory, change: Change, seen: Seen, now: float) -> Memory:
+    """Goes on with what a planner that leads no more has begun, so that nothing is asked twice and what does not come is given up. What it
+    asked for and did not write, or somebody else has asked for since, is left alone."""
+    flipped = (now, change.action.to) if isinstance(change.action, Flip) else memory.flipped
+    memory = replace(memory, changes=max(memory.changes, change.number), ended=now, flipped=flipped)
+    if not change.alive or _overruled(change, seen):
+        return memory
+    return replace(memory, change=change)
 
 
 def begin(memory: Memory, decision: Decision, rules: Rules, now: float) -> Memory:
@@ -262,20 +215,25 @@ def _choose(seen: Seen, demand: Demand, effect: Effect, model: Model, memory: Me
     found = [Alternative(sizes, effect, "as it is")]
     wants = _candidates(seen, need, pressed, model, memory, rules, now)
     chosen: tuple[str, Action, Alternative] | None = None
+    refused: list[str] = []
     for why, action in wants:
         after = sizes_after(seen, action)
         told = model.effect(after, pressed)
         against = forbidden(action, seen, rules, now) or waits(action, effect, memory, rules, now)
         found.append(Alternative(after, told, f"{action}: {against or ('chosen' if chosen is None else 'would do as well')}"))
-        if not against and chosen is None:
+        if against:
+            refused.append(kind_of(against))
+        elif chosen is None:
             chosen = why, action, found[-1]
     if chosen is not None:
         why, action, taken = chosen
-        return Decision(action, why, sizes, demand, taken.sizes, effect, taken.effect, tuple(found), memory)
+        return Decision(
+            action, why, sizes, demand, taken.sizes, effect, taken.effect, tuple(found), memory, refused=tuple(refused), need=need
+        )
     why = f"{sizes} is what the load needs" if need == sizes else f"the load needs {need}, and {sizes} serves"
     if wants:
         why += f"; {found[1].verdict}"
-    return Decision(None, why, sizes, demand, sizes, effect, effect, tuple(found), memory)
+    return Decision(None, why, sizes, demand, sizes, effect, effect, tuple(found), memory, refused=tuple(refused), need=need)
 
 
 def _candidates(
@@ -285,7 +243,7 @@ def _candidates(
     sizes = seen.sizes
     assert seen.wanted is not None
     found: list[tuple[str, Action]] = []
-    short = {role: getattr(need, role) - getattr(sizes, role) for role in ROLES}
+    short = {role: getattr(need, role) - getattr(sizes, role) - _coming(seen, role, memory, rules, now) for role in ROLES}
     for role in ROLES:
         if short[role] <= 0:
             continue
@@ -305,6 +263,14 @@ def _candidates(
                 why = f"{spare} of {getattr(sizes, role)} {role} workers were not needed for {rules.hold_s:.0f} s"
                 found += [(why, action) for action in _shrinks(seen, role, spare, memory, rules, now)]
     return found
+
+
+def _coming(seen: Seen, pool: RoleName, memory: Memory, rules: Rules, now: float) -> int:
+    """Workers of a pool that somebody has asked for and that may still come."""
+    if seen.wanted is None or memory.awaited is None or now - memory.awaited[1] >= rules.start_timeout_s:
+        return 0
+    wanted: int = getattr(seen.wanted, pool)
+    return max(0, wanted - len(seen.of(pool)))
 
 
 def _better(seen: Seen, flip: Flip, demand: Demand, model: Model) -> bool:
@@ -359,12 +325,12 @@ def _blocked(memory: Memory, who: str, now: float) -> bool:
 def waits(action: Action, effect: Effect, memory: Memory, rules: Rules, now: float) -> str:
     """Why an action must wait, for the sake of a cluster that does not swing; empty: it need not."""
     if now - memory.ended < rules.cooldown_s:
-        return f"the last change ended {now - memory.ended:.0f} s ago"
+        return Refusal.of("cooldown", f"the last change ended {now - memory.ended:.0f} s ago")
     if isinstance(action, Flip) and memory.flipped is not None:
         at, to = memory.flipped
         if action.to != to and now - at < rules.hold_s and effect.attainment >= 0.5:
-            return f"a worker was flipped to {to} {now - at:.0f} s ago"
-    return ""
+            return Refusal.of("hold", f"a worker was flipped to {to} {now - at:.0f} s ago")
+    return NONE
 
 
 def forbidden(action: Action, seen: Seen, rules: Rules, now: float) -> str:
@@ -379,9 +345,11 @@ def _cost(wanted: Pools, seen: Seen, rules: Rules) -> float:
 
 def _over_budget(action: Action, seen: Seen, rules: Rules) -> str:
     if isinstance(action, Flip) or not action.grows:
-        return ""
+        return NONE
     cost = _cost(action.pools, seen, rules)
-    return f"{cost:g} of a budget of {rules.budget:g}, with those that drain" if cost > rules.budget + 1e-9 else ""
+    if cost <= rules.budget + 1e-9:
+        return NONE
+    return Refusal.of("budget", f"{cost:g} of a budget of {rules.budget:g}, with those that drain")
 
 
 def _out_of_bounds(action: Action, seen: Seen, rules: Rules) -> str:
@@ -389,26 +357,27 @@ def _out_of_bounds(action: Action, seen: Seen, rules: Rules) -> str:
     for role in ROLES:
         before, size, least, most = (getattr(each, role) for each in (seen.sizes, after, rules.least, rules.most))
         if size < least and size < before:
-            return f"{role} may not have less than {least}"
+            return Refusal.of("bounds", f"{role} may not have less than {least}")
         if size > most and size > before:
-            return f"{role} may not have more than {most}"
-    return ""
+            return Refusal.of("bounds", f"{role} may not have more than {most}")
+    return NONE
 
 
 def _unroutable(action: Action, seen: Seen, rules: Rules, now: float) -> str:
     """Who stays must serve each role that has to be served, and not be cold."""
-    leaving = {action.worker} if isinstance(action, Flip) else {worker.name for worker in _victims(action, seen)}
+    leaving = {action.worker} if isinstance(action, Flip) else {worker.name for worker in victims(action, seen)}
     if not leaving:
-        return ""
+        return NONE
     for role in ROLES:
         gone = [worker for worker in seen.serving(role) if worker.name in leaving]
         stay = [worker for worker in seen.serving(role) if worker.name not in leaving and now - worker.since >= rules.cold_s]
         if gone and not stay and (role == "decode" or rules.least.prefill):
-            return f"no proven worker would be left that serves {role}"
-    return ""
+            return Refusal.of("pair", f"no proven worker would be left that serves {role}")
+    return NONE
 
 
-def _victims(action: Resize, seen: Seen) -> list[Worker]:
+def victims(action: Resize, seen: Seen) -> list[Worker]:
+    """Those that go."""
     gone: list[Worker] = []
     for pool in ROLES:
         workers, wanted = seen.of(pool), getattr(action.pools, pool)
@@ -422,7 +391,7 @@ def sizes_after(seen: Seen, action: Action) -> Sizes:
     if isinstance(action, Flip):
         step = 1 if action.to == "prefill" else -1
         return Sizes(sizes.prefill + step, sizes.decode - step)
-    gone = _victims(action, seen)
+    gone = victims(action, seen)
     return Sizes(*(
         getattr(sizes, role)
         + max(0, getattr(action.pools, role) - getattr(action.before, role))

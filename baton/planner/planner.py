@@ -4,9 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from baton.planner.capacity import Effect, Model
-from baton.planner.change import Resize, Seen, State
-from baton.planner.decide import Decision, Memory, Rules, begin, decide, learn, note
+from baton.planner.change import Change, Resize, Seen, State
+from baton.planner.decide import begin, decide, learn, note, take_up
 from baton.planner.demand import Interval, Load
+from baton.planner.memory import Decision, Memory, Rules
 
 LATE = 4.0  # times the time between two looks: what is remembered is then too old to act on
 
@@ -16,6 +17,7 @@ class Outcome:
     """What came of a change: `attainment` in the first interval after it had settled (None: nothing was asked), and what was expected."""
 
     number: int
+    action: str  # grow, shrink, flip
     state: str
     why: str
     seconds: float  # that it took
@@ -31,7 +33,8 @@ class Planner:
         self.load = Load(1 + round(model.start_s / every_s), round(period_s / every_s))
         self.memory = Memory()
         self._looked: float | None = None
-        self._expected: Effect | None = None  # of the change that is alive, or whose outcome has not been told
+        self._told = True  # the outcome of the change
+        self._expected: Effect | None = None  # of it
         self._owed: Outcome | None = None  # of one before that
 
     def look(self, seen: Seen, intervals: Iterable[Interval], now: float) -> Decision:
@@ -44,16 +47,22 @@ class Planner:
         if late_s > LATE * self._every_s:
             # Loads and workers of that time were not seen. An unfinished change stays, so that it is not made twice.
             self.memory = replace(self.memory, needs=(), missing=0)
-            return Decision(None, f"this planner did not look for {late_s:.0f} s", seen.sizes, demand, seen.sizes, memory=self.memory)
+            why = f"this planner did not look for {late_s:.0f} s"
+            return Decision(None, why, seen.sizes, demand, seen.sizes, memory=self.memory, refused=("late",))
         for each in fresh:
             self.memory = learn(self.memory, each, seen, self.model, demand, rules, now)
         decision = decide(seen, demand, self.model, self.memory, rules, now)
         self.memory = decision.memory
         if decision.action is not None and not decision.undoes:
             self._owed = self._outcome(fresh[-1] if fresh else None)  # of the change before, which nobody has asked for yet
-            self._expected = decision.expected
+            self._told, self._expected = False, decision.expected
             self.memory = begin(self.memory, decision, rules, now)
         return decision
+
+    def take_up(self, change: Change, seen: Seen, now: float) -> None:
+        """Before the first look: what the planner that led before has noted."""
+        self.memory = take_up(self.memory, change, seen, now)
+        self._told = self.memory.change is None
 
     def acted(self, now: float) -> None:
         """What the last decision asked for was written."""
@@ -77,13 +86,14 @@ class Planner:
 
     def _outcome(self, interval: Interval | None) -> Outcome | None:
         change = self.memory.change
-        if change is None or change.alive or self._expected is None:
+        if change is None or change.alive or self._told:
             return None
         settled = change.state is State.SETTLED
-        expected, self._expected = self._expected, None
+        self._told = True
+        expected = self._expected.attainment if settled and self._expected is not None else None
         came = interval.attainment if settled and interval is not None else None
         took = self.memory.ended - change.began
-        return Outcome(change.number, change.state.value, change.why, took, came, expected.attainment if settled else None)
+        return Outcome(change.number, change.action.kind, change.state.value, change.why, took, came, expected)
 
     @property
     def growing(self) -> bool:

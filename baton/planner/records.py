@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from baton.planner.capacity import Effect
-from baton.planner.decide import Decision
 from baton.planner.forecast import Forecast
+from baton.planner.memory import Decision
 from baton.planner.planner import Outcome
 
 DIGITS = 4  # significant

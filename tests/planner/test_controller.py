@@ -10,10 +10,13 @@ from baton.clock import loop_time
 from baton.cluster.config_planner import PlannerConfig
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError, Reason
+from baton.cluster.metric_table import REFUSALS
+from baton.cluster.metrics import Book
 from baton.cluster.records import Pools
 from baton.cluster.registry import RegistryUnavailable
 from baton.planner.capacity import Model
 from baton.planner.controller import Controller
+from baton.planner.meter import Meter
 from baton.planner.records import decode
 from baton.planner.rehearsal import SimulatedDoors
 from baton.profile.file import Profile
@@ -45,9 +48,9 @@ class Rehearsal:
         self.lost: list[BatonError] = []
         self.served = 0
 
-    def controller(self, who: str = "planner-0 1") -> Controller:
-        model = Model(PROFILE, SLO.ttft_s, SLO.tpot_s)
-        return Controller(self.config, model, self.cluster.registry, self.doors, who, loop_time)
+    def controller(self, who: str = "planner-0 1", book: Book | None = None) -> Controller:
+        model, meter = Model(PROFILE, SLO.ttft_s, SLO.tpot_s), Meter(book) if book else None
+        return Controller(self.config, model, self.cluster.registry, self.doors, who, loop_time, meter=meter)
 
     async def offer(self, seconds: float, every_s: float, prompt: int, output: int) -> None:
         """Requests at equal distances."""
@@ -109,6 +112,46 @@ def test_a_shift_of_phase_flips_a_worker_under_load_and_nothing_is_lost() -> Non
     assert changes and changes <= set(outcomes) | {max(changes)}
     flips = [note for note in told if "serves decode instead" in note.get("action", "")]
     assert flips and flips[-1]["expected"]["attainment"] >= flips[-1]["now"]["attainment"] and flips[-1]["alternatives"]
+
+
+def scraped(book: Book) -> dict[str, dict[tuple[str, ...], float]]:
+    return {family.name: {tuple(one.labels.values()): one.value for one in family.series} for family in book.families()}
+
+
+def test_what_a_planner_sees_wants_and_does_can_be_scraped(monkeypatch: pytest.MonkeyPatch) -> None:
+    book, other = Book("planner"), Book("planner")
+
+    async def act(rehearsal: Rehearsal) -> None:
+        planning = asyncio.create_task(rehearsal.controller(book=book).run())
+        await asyncio.sleep(1.0)
+        second = rehearsal.controller("planner-1 1", other)
+        await second.renew()
+        assert await second.look() is None
+        await rehearsal.offer(60, 0.5, prompt=1500, output=4)
+        now = scraped(book)
+        assert now["baton_planner_leads"] == {(): 1} and scraped(other)["baton_planner_leads"] == {(): 0}
+        assert not {"baton_planner_workers", "baton_planner_load_requests_per_second"} & set(scraped(other))
+        load = now["baton_planner_load_requests_per_second"]
+        assert load[("came",)] == pytest.approx(2.0, rel=0.3) and load[("forecast",)] > 1
+        workers = now["baton_planner_workers"]
+        assert workers["prefill", "serving"] + workers["decode", "serving"] >= 3
+        assert workers["prefill", "needed"] >= 2 and workers["decode", "wanted"] >= 1 and workers["prefill", "starting"] >= 0
+        assert 0 <= now["baton_planner_attainment_ratio"][("now",)] <= 1 and now["baton_planner_pressure_ratio"][("prefill",)] >= 1
+        await rehearsal.offer(60, 0.5, prompt=64, output=260)
+        changes = scraped(book)["baton_planner_changes_total"]
+        assert sum(count for (_, outcome), count in changes.items() if outcome == "settled") >= 1
+        refusals = scraped(book)["baton_planner_refusals_total"]
+        assert set(refusals) == {(reason,) for reason in REFUSALS} and not refusals[("cannot see",)]
+
+        async def silent() -> Any:
+            raise BatonError(Reason.WORKER_LOST, "away")
+
+        monkeypatch.setattr(rehearsal.doors, "counts", silent)
+        await asyncio.sleep(12.0)
+        assert scraped(book)["baton_planner_refusals_total"][("cannot see",)] >= 2
+        planning.cancel()
+
+    rehearse(act)
 
 
 def test_without_a_planner_nothing_changes() -> None:
@@ -189,6 +232,39 @@ def test_a_role_is_not_changed_when_the_lease_is_nearly_over() -> None:
         assert rehearsal.pools.serving("prefill") == 3
 
     rehearse(act)
+
+
+def test_the_next_planner_takes_up_what_a_dead_one_asked_for() -> None:
+    """Workers that were asked for do not come. Who leads next takes that back; a worker of its own counts on."""
+
+    async def act(rehearsal: Rehearsal) -> None:
+        rehearsal.pools._start_s = 1e9
+        first, second = rehearsal.controller("a 1"), rehearsal.controller("b 1")
+        await first.renew()
+        load = asyncio.create_task(rehearsal.offer(150, 0.25, prompt=64, output=260))
+        for _ in range(60):
+            await first.renew()
+            await first.look()
+            if (await rehearsal.cluster.registry.desired()) != Pools(2, 2):
+                break
+            await asyncio.sleep(1.0)
+        asked = await rehearsal.cluster.registry.desired()
+        assert asked is not None and asked.decode > 2
+        await asyncio.sleep(rehearsal.config.lease_s + 1)  # it is dead
+        await second.renew()
+        for _ in range(90):
+            await second.renew()
+            await second.look()
+            await asyncio.sleep(1.0)
+            if (await rehearsal.cluster.registry.desired()) == Pools(2, 2):
+                break
+        assert await rehearsal.cluster.registry.desired() == Pools(2, 2)
+        told = await notes(rehearsal)
+        assert [note["change"] for note in told if note["kind"] == "outcome"] == [1] and second.planner.memory.changes == 1
+        load.cancel()
+        await asyncio.gather(load, return_exceptions=True)
+
+    rehearse(act, flips=False, budget=8, least_prefill=2)
 
 
 @pytest.mark.parametrize("fault", ["registry", "routers", "frozen", "none"])

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_world import CHAT, EVERY_S, MODEL, RULES, World, heavy
 
-from baton.cluster.records import Pools
+from baton.cluster.records import ROLES, Pools
 from baton.planner import decide as deciding
 from baton.planner.capacity import Sizes
 from baton.planner.change import Change, Flip, Resize, State
-from baton.planner.decide import Memory, Rules
 from baton.planner.demand import Demand
+from baton.planner.memory import Memory, Rules
 from baton.planner.planner import Planner
 
 SEEDS = range(2)
@@ -238,6 +238,78 @@ def test_who_died_in_between_is_not_undone() -> None:
     del world._workers["decode-0"]
     world.run(100)
     assert min(pools.pools.decode for _, pools in world.actions if isinstance(pools, Resize)) >= 2
+
+
+def orphaned(**how: object) -> World:
+    """A planner asks for workers, which do not come, and dies."""
+    world = World(planner(replace(RULES, flips=False)), lambda now: heavy("decode", 12.0), Pools(2, 2), starts=False, **how)  # type: ignore[arg-type]
+    while not world.actions:
+        world.step()
+    assert world.wanted != Pools(2, 2)
+    return world
+
+
+def test_what_a_dead_planner_asked_for_is_taken_back_when_it_does_not_come() -> None:
+    first = orphaned()
+    at = first._looks
+    world = orphaned(deaths=frozenset({at})).run(90)
+    asked = [action for _, action in world.actions if isinstance(action, Resize)]
+    assert asked[0].grows and asked[1] == Resize(asked[0].before, asked[0].pools) and world.wanted.decode == 2
+    assert world.planner.memory.changes == len(asked) - 1, "numbers go on; who takes back makes no change of its own"
+    forgetful = orphaned(deaths=frozenset({at}), takes_up=False).run(600)
+    assert forgetful.wanted.decode > 2, "negative control: nobody takes it back"
+
+
+def test_what_a_dead_planner_had_not_asked_for_yet_is_no_matter() -> None:
+    """It noted the change and died: the next one decides anew."""
+    world = World(
+        planner(replace(RULES, flips=False)), lambda now: heavy("decode", 12.0), Pools(2, 2), deaths=frozenset(range(1, 5)), dies="before"
+    )
+    world.run(120)
+    assert world.sizes[-1].decode > 2 and not world.broken
+
+
+def test_a_worker_that_a_dead_planner_flips_is_flipped_by_nobody_else() -> None:
+    def world(takes_up: bool) -> World:
+        load = steps(CHAT, heavy("prefill", 12.0), every_s=60.0)
+        rules = replace(RULES, budget=4, flip_timeout_s=60)
+        return World(planner(rules), load, Pools(1, 3), flips=False, deaths=frozenset(range(1, 200, 3)), takes_up=takes_up).run(400)
+
+    assert not world(True).broken
+    assert any("another flip" in line for line in world(False).broken), "negative control"
+
+
+@settings(max_examples=25, deadline=None)
+@given(worlds, st.frozensets(st.integers(1, 60), max_size=12), st.sampled_from(["before", "after"]))
+def test_whatever_planners_die_when_the_promises_hold_and_no_wish_is_left(world: World, deaths: frozenset[int], dies: str) -> None:
+    world.deaths, world.dies = deaths, dies
+    assert not world.run(600).broken
+    if not world.starts:
+        world.demand = lambda now: replace(CHAT, rate=0.0)  # nothing more is asked for
+        world.run(200)
+        there = {pool: len(world.seen().of(pool)) for pool in ROLES}
+        assert world.wanted.prefill <= there["prefill"] and world.wanted.decode <= there["decode"], "a wish that nobody takes back"
+
+
+def test_workers_that_somebody_asked_for_are_not_asked_for_again() -> None:
+    """An operator has just doubled the pool, and the workers start."""
+    world = World(planner(replace(RULES, flips=False)), lambda now: heavy("decode", 12.0), Pools(2, 2), start_s=40.0)
+    world._obey(Resize(Pools(2, 4), Pools(2, 2)))
+    world.run(35)
+    assert not world.actions
+    world.run(100)
+    assert world.sizes[-1].decode >= 3 and not world.broken
+
+
+def test_a_note_of_a_change_is_read_as_it_was_written() -> None:
+    for action in (Resize(Pools(2, 4), Pools(2, 2)), Flip("decode-0", "prefill", "decode")):
+        change = Change(7, action, Sizes(3, 4), deadline=100.0, began=20.0, state=State.ACTING)
+        again = Change.of_note(change.noted(40.0), 1000.0)
+        assert (again.number, again.action, again.sizes, again.state) == (7, action, Sizes(3, 4), State.ACTING)
+        assert (again.deadline, again.began) == (1060.0, 980.0), "on the clock of who reads it"
+    for wrong in (b"", b"{}", b"null", change.noted(40.0).replace(b"decode-0", b"").replace(b'"to"', b'"two"')):
+        with pytest.raises(ValueError, match="no note of a change"):
+            Change.of_note(wrong, 0.0)
 
 
 def test_an_operators_wish_stands() -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from baton.cluster.records import ROLES, Pools, RoleName
 from baton.planner.capacity import Effect, Model, Sizes
-from baton.planner.change import Action, Flip, Resize, Seen, Worker
-from baton.planner.decide import Decision, Rules
+from baton.planner.change import Action, Change, Flip, Resize, Seen, Worker
 from baton.planner.demand import Demand, Interval
+from baton.planner.memory import Decision, Rules
 from baton.planner.planner import Planner
 from baton.profile.file import Profile
 from baton.profile.models import Fitted
@@ -45,6 +45,9 @@ class World:
     liars: frozenset[str] = frozenset()  # workers that do not prove themselves
     truth: float = 1.0  # tokens take so many times as long as the model says
     stale_from: float | None = None  # from then on no figures come
+    deaths: frozenset[int] = frozenset()  # looks at which the planner dies
+    dies: str = "after"  # its act, or before it
+    takes_up: bool = True  # whether the next planner goes on with what the dead one noted
     now: float = 0.0
     wanted: Pools = field(init=False)
     broken: list[str] = field(default_factory=list)
@@ -61,6 +64,9 @@ class World:
         self._next = {role: getattr(self.pools, role) for role in ROLES}
         self._due: list[tuple[float, str, Worker]] = []  # when, what, which worker
         self._counted = self.now
+        self._noted: bytes | None = None
+        self._looks = self._vacant = 0
+        self._flipping: dict[str, float] = {}  # until when nobody else may flip the worker
 
     def run(self, seconds: float) -> "World":
         end = self.now + seconds
@@ -71,21 +77,51 @@ class World:
     def step(self) -> None:
         self.now += EVERY_S
         self._pass()
+        if self._leads():
+            self._look()
+        self.sizes.append(self.seen().sizes)
+        if self.sizes[-1].decode < 1 or (self.planner.rules.least.prefill and self.sizes[-1].prefill < 1):
+            self.broken.append(f"{self.now}: {self.sizes[-1]} serves")
+
+    def _leads(self) -> bool:
+        """Nobody does until the lease of a dead planner is over."""
+        if not self._vacant:
+            return True
+        self._vacant -= 1
+        if not self._vacant and self.takes_up and self._noted is not None:
+            self.planner.take_up(Change.of_note(self._noted, self.now), self.seen(), self.now)
+        return not self._vacant
+
+    def _look(self) -> None:
         rules, seen = self.planner.rules, self.seen()
         decision = self.planner.look(seen, self._intervals(seen), self.now)
         self.decisions.append(decision)
+        self._looks += 1
+        dies = self._looks in self.deaths
         if decision.action is not None:
-            self._judge(decision.action, seen, rules)
-            self.actions.append((self.now, decision.action))
-            if isinstance(decision.action, Flip) and decision.action.worker in self.liars:
-                self.planner.refused(self.now, "it lies")
-            else:
-                self._obey(decision.action)
-                self.planner.acted(self.now)
+            self._judge(decision, seen, rules)
+            if not decision.undoes:
+                self._note()
+            if not dies or self.dies == "after":
+                self.actions.append((self.now, decision.action))
+                self._act(decision.action)
+        if dies:
+            self.planner, self._vacant = Planner(self.planner.model, rules, EVERY_S), 2
+            return
+        self._note()
         self.planner.outcome(None, self.now)
-        self.sizes.append(self.seen().sizes)
-        if self.sizes[-1].decode < 1 or (rules.least.prefill and self.sizes[-1].prefill < 1):
-            self.broken.append(f"{self.now}: {self.sizes[-1]} serves")
+
+    def _act(self, action: Action) -> None:
+        if isinstance(action, Flip) and action.worker in self.liars:
+            self.planner.refused(self.now, "it lies")
+        else:
+            self._obey(action)
+            self.planner.acted(self.now)
+
+    def _note(self) -> None:
+        change = self.planner.memory.change
+        if change is not None:
+            self._noted = change.noted(self.now)
 
     def seen(self) -> Seen:
         starting: dict[str, int] = {role: sum(what == "start" and worker.pool == role for _, what, worker in self._due) for role in ROLES}
@@ -153,7 +189,13 @@ class World:
             self._workers[worker.name] = replace(worker, draining=True)
             self._due.append((self.now + self.drain_s, "end", worker))
 
-    def _judge(self, action: Action, seen: Seen, rules: Rules) -> None:
+    def _judge(self, decision: Decision, seen: Seen, rules: Rules) -> None:
+        action = decision.action
+        if isinstance(action, Flip) and not decision.undoes:
+            if self._flipping.get(action.worker, 0.0) > self.now:
+                self.broken.append(f"{self.now}: {action} while another flip of it may be under way")
+            if not self.flips:
+                self._flipping[action.worker] = self.now + rules.flip_timeout_s
         if seen.at < self.now - rules.stale_s:
             self.broken.append(f"{self.now}: {action} on figures from {seen.at}")
         if isinstance(action, Resize) and action.grows and sum(seen.most(action.pools).values()) > rules.budget:

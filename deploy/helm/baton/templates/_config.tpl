@@ -59,6 +59,8 @@
   "router.admin_port" "the chart chooses ports"
   "prefill.replicas" "set prefill.replicas, beside config" "decode.replicas" "set decode.replicas, beside config"
   "prefill.port" "the chart chooses ports" "decode.port" "the chart chooses ports"
+  "planner.enabled" "set planner.enabled, beside config" "planner.profile" "set planner.times, beside config"
+  "planner.release" "it is this release"
   "telemetry.metrics_port" "the chart chooses ports" "telemetry.worker_metrics_port" "the chart chooses ports"
   "telemetry.health_port" "the chart chooses ports"
   "redis.url" "it belongs into the Secret: secrets.existingSecret"
@@ -90,7 +92,8 @@
 {{- include "baton.refuse" $root -}}
 {{- $values := $root.Values -}}
 {{- $sections := list "cluster" "model" "engine" "redis" "security" "telemetry" "launcher" -}}
-{{- $sections = ternary (concat $sections (list "router" "slo")) (concat $sections (list "kv" $role)) (eq $role "router") -}}
+{{- $more := dict "router" (list "router" "slo") "planner" (list "planner" "slo") -}}
+{{- $sections = concat $sections (default (list "kv" $role) (index $more $role)) -}}
 {{- $given := dict -}}
 {{- range $section := $sections -}}{{- with index $values.config $section -}}{{- $_ := set $given $section . -}}{{- end -}}{{- end -}}
 {{- with include "baton.engine" $root | fromYaml }}{{ $_ := set $given "engine" . }}{{ end -}}
@@ -114,6 +117,10 @@ drops, for seconds with each new peer. Without certificates and keys, the networ
 {{- /* Clients connect again from time to time, and so find the routers that have come meanwhile. */}}
 {{- $_ := set $defaults "router" (dict "connection_age_s" 300) -}}
 {{- $_ := set $own.telemetry "metrics_port" 9090 -}}
+{{- else if eq $role "planner" -}}
+{{- $release := printf "%s/%s" $root.Release.Namespace $root.Release.Name -}}
+{{- $_ := set $own "planner" (dict "enabled" true "profile" "/etc/baton/config/profile.yaml" "release" $release) -}}
+{{- $_ := set $own.telemetry "worker_metrics_port" 9090 -}}
 {{- else -}}
 {{- $_ := set $own $role (dict "port" 8473) -}}
 {{- if gt (int $values.gpu.workersPerGpu) 1 }}{{ $_ := set (index $own $role) "gpus" (divf 1 $values.gpu.workersPerGpu) }}{{ end -}}

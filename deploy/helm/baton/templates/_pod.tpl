@@ -90,7 +90,8 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end -}}
 
-{{/* The pod template of a role: takes root, role, command, ports, grace, secret (the key that it mounts), config (whether it reads Baton's configuration). */}}
+{{/* The pod template of a role: takes root, role, command, ports, grace, secret (the key that it mounts), config (whether it reads Baton's
+configuration), files (more of its ConfigMap, by name), account (a service account of its own, whose token it holds; it needs no model). */}}
 {{- define "baton.pod" -}}
 {{- $values := .root.Values -}}
 {{- $role := index $values .role -}}
@@ -100,7 +101,9 @@ capabilities: {drop: [ALL]}
 {{- $ours := ternary "home,tmp,vllm-shm,vllm-cache" "home,tmp" (hasKey (default dict $pods.volumes) "vllm-cache") }}
 {{- $annotations := dict "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes" $ours }}
 {{- if .config }}
-{{- $hash := include "baton.config" (list .root .role) | sha256sum | trunc 16 }}
+{{- $told := include "baton.config" (list .root .role) }}
+{{- range $name, $text := default dict .files }}{{ $told = printf "%s%s%s" $told $name $text }}{{ end }}
+{{- $hash := $told | sha256sum | trunc 16 }}
 {{- $annotations = merge $annotations (dict "baton/config" $hash "prometheus.io/scrape" "true" "prometheus.io/port" "9090") }}
 {{- end }}
 metadata:
@@ -112,8 +115,8 @@ metadata:
   annotations: {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
-  serviceAccountName: {{ include "baton.fullname" .root }}
-  automountServiceAccountToken: false
+  serviceAccountName: {{ default (include "baton.fullname" .root) .account }}
+  automountServiceAccountToken: {{ ne "" (default "" .account) }}
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ .grace }}
   {{- include "baton.pullSecrets" .root | nindent 2 }}
@@ -140,7 +143,7 @@ spec:
       - {name: ndots, value: "1"}
       - {name: timeout, value: "1"}
   securityContext: {{- include "baton.user" $pods | nindent 4 }}
-  {{- if .config }}{{ include "baton.modelInit" .root | nindent 2 }}{{ end }}
+  {{- if and .config (not .account) }}{{ include "baton.modelInit" .root | nindent 2 }}{{ end }}
   containers:
     - name: {{ .role }}
       image: {{ include "baton.image" .root }}
@@ -203,7 +206,7 @@ spec:
         - {name: secret, mountPath: /etc/baton/secret, readOnly: true}
         {{- if .config }}
         - {name: config, mountPath: /etc/baton/config, readOnly: true}
-        {{- include "baton.modelMount" .root | nindent 8 }}
+        {{- if not .account }}{{ include "baton.modelMount" .root | nindent 8 }}{{ end }}
         {{- with include "baton.tlsSecret" .root }}
         - {name: tls, mountPath: /etc/baton/tls, readOnly: true}
         {{- end }}
@@ -223,7 +226,7 @@ spec:
         items: [{key: {{ .secret }}, path: {{ .secret }}}]
     {{- if .config }}
     - {name: config, configMap: {name: {{ include "baton.name" (list .root .role) }}}}
-    {{- include "baton.modelVolume" .root | nindent 4 }}
+    {{- if not .account }}{{ include "baton.modelVolume" .root | nindent 4 }}{{ end }}
     {{- with include "baton.tlsSecret" .root }}
     - {name: tls, secret: {secretName: {{ . }}}}
     {{- end }}
@@ -236,7 +239,8 @@ spec:
     {{- end }}
 {{- end -}}
 
-{{/* The Deployment, ConfigMap and PodDisruptionBudget of a role that reads Baton's configuration: takes root, role, module, ports, drain. */}}
+{{/* The Deployment, ConfigMap and PodDisruptionBudget of a role that reads Baton's configuration: takes root, role, module, ports, drain,
+files, account. */}}
 {{- define "baton.workload" -}}
 {{- $name := include "baton.name" (list .root .role) -}}
 {{- $role := index .root.Values .role -}}
@@ -250,6 +254,10 @@ metadata:
 data:
   config.yaml: |
     {{- include "baton.config" (list .root .role) | nindent 4 }}
+  {{- range $name, $text := default dict .files }}
+  {{ $name }}: |
+    {{- $text | nindent 4 }}
+  {{- end }}
 ---
 apiVersion: apps/v1
 kind: Deployment
@@ -271,6 +279,7 @@ spec:
   template:
     {{- $command := list "python" "-m" .module "--config" "/etc/baton/config/config.yaml" "--config" "/etc/baton/secret/config.yaml" }}
     {{- $pod := dict "root" .root "role" .role "command" $command "ports" .ports "config" true "secret" "config.yaml" }}
+    {{- $pod = merge $pod (dict "files" .files "account" .account) }}
     {{- $grace := add $role.preStopSeconds .drain 10 }}
     {{- include "baton.pod" (set $pod "grace" $grace) | nindent 4 }}
 ---
