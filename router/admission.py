@@ -8,7 +8,8 @@ waits for several places: they would never be free together. `overload` sets wha
     codel   A request that could not start in time is refused immediately, and one that becomes hopeless in the queue is dropped. The
             expected wait is the places for those ahead times the measured time from one freed place to the next. A burst may fill the
             queue until the last request is just in time. A standing queue (its waits have been longer than TARGET for a whole interval) is
-            not a burst: it is kept to a SHARE of that length, because at the limit every error of the estimate is a miss.
+            not a burst: it is kept to a SHARE of that length, because at the limit every error of the estimate is a miss. The more
+            requests are refused, the shorter a queue keeps every place taken (`enough`), and the less of that length it may use.
     lifo    Like codel, but in a standing queue the newest request of the lowest priority number goes first.
 
 The standing queue is CoDel's criterion (Nichols and Jacobson, "Controlling Queue Delay", ACM Queue 2012; RFC 8289). Serving the newest
@@ -32,6 +33,8 @@ Overload = Literal["queue", "codel", "lifo"]
 INTERVAL_S = 0.1  # at least this long, and at least as long as a request is served
 TARGET = 0.1  # share of the interval: a shorter wait does not count as a queue
 SHARE = 0.5  # of the time for which a request can wait: a standing queue may use at most this
+FLOODED = 0.2  # and one that is longer than it need be, this
+IDLE = 0.02  # share of the time for which a server may be idle because its queue was too short
 RECENTLY_S = 1.0  # clients that were refused less than this ago are expected to come back
 
 
@@ -102,6 +105,15 @@ def share(total: int, taken: int, routers: int) -> int:
     return max(total - taken, -(-total // routers))
 
 
+def enough(load: float) -> float:
+    """How many requests must wait so that a server is idle for at most IDLE of the time, if `load` times as many come as it can serve.
+
+    Of the M/M/1/K queue (Gross and Harris, "Fundamentals of Queueing Theory", 2.5): it is empty for (load - 1) / (load^(K + 1) - 1) of the
+    time. K is at least 1, and infinite where `load` is at most 1: what comes then can all be served.
+    """
+    return max(1.0, math.log1p((load - 1) / IDLE) / math.log(load) - 1) if load > 1 else math.inf
+
+
 class Admission:
     def __init__(self, max_inflight: int, max_queue: int, overload: Overload = "codel") -> None:
         if max_inflight < 1 or max_queue < 0:
@@ -140,20 +152,34 @@ class Admission:
             priority = self._waiting[request_id].priority
             lines = [line for other, line in self._lines.items() if other < priority]
             return Queued(sum(len(line.waiting) for line in lines) + list(self._lines[priority].waiting).index(request_id))
-        lines = [line for other, line in self._lines.items() if other <= priority]
+        late_by = self.late_by(priority, now, due, weight)
+        if late_by is not None:
+            return self._refuse(late_by, now)
+        lines, taken = self._before(priority), min(weight, self.places)
         if not lines and self._fits(weight):
             self._admit(request_id, weight)
             self._note_wait(0.0, now)
             return Admitted()
-        ahead, taken = sum(len(line.waiting) for line in lines), min(weight, self.places)
-        wait, room = (sum(line.places for line in lines) + taken) * self._turn_s, self._room_s(due, now, now)
-        if self.queued >= self.room or wait > room * (SHARE if self.standing(now) else 1.0):
-            return self._refuse(wait - room, now)
         self._waiting[request_id] = _Waiter(priority, now, due, weight, taken)
+        ahead = sum(len(line.waiting) for line in lines)
         line = self._lines.setdefault(priority, _Line())
         line.waiting[request_id] = None
         line.places += taken
         return Queued(ahead)
+
+    def late_by(self, priority: int = 0, now: float = 0.0, due: Due = ANY_TIME, weight: int = 1) -> float | None:
+        """By how many seconds the wait of a new request is too long, less than 0 where only the queue has no room. None: `enter` would not
+        refuse it. Nothing is decided by asking."""
+        lines = self._before(priority)
+        if not lines and self._fits(weight):
+            return None
+        ahead, room = sum(line.places for line in lines), self._room_s(due, now, now)
+        wait = (ahead + min(weight, self.places)) * self._turn_s
+        if self.queued >= self.room or wait > room * (SHARE if self.standing(now) else 1.0):
+            return wait - room
+        if ahead and wait > FLOODED * room and ahead >= enough(1 + self._refused_lately(now) * self._turn_s):
+            return wait - FLOODED * room
+        return None
 
     def leave(self, request_id: str, now: float = 0.0) -> list[str]:
         """Removes a request that was served, failed, or stopped waiting. Returns those admitted now. An unknown id changes nothing."""
@@ -198,9 +224,7 @@ class Admission:
         each request refused in the last second, because all of those may come back."""
         if self.pace.held_s is None:
             return None
-        while self._refusals and self._refusals[0] < now - RECENTLY_S:
-            self._refusals.popleft()
-        return max(0.0, more_s) + len(self._refusals) * self._turn_s
+        return max(0.0, more_s) + self._refused_lately(now) * self._turn_s
 
     def check(self) -> None:
         """Checks the conservation law. Raises RuntimeError if it is violated."""
@@ -227,6 +251,16 @@ class Admission:
             self._admit(chosen, waiter.weight)
             admitted.append(chosen)
         return admitted
+
+    def _before(self, priority: int) -> list[_Line]:
+        """Of those who would go before a newcomer of this priority."""
+        return [line for other, line in self._lines.items() if other <= priority]
+
+    def _refused_lately(self, now: float) -> int:
+        """In the last second."""
+        while self._refusals and self._refusals[0] < now - RECENTLY_S:
+            self._refusals.popleft()
+        return len(self._refusals)
 
     def _fits(self, weight: int) -> bool:
         return self.inflight + min(weight, self.places) <= self.places

@@ -3,13 +3,16 @@
 The configuration lists levels; each adds one measure to those before it. A level is entered when too few of the requests that ended lately
 met their objectives (a request that was refused for want of room or time did not), and the last change has had time to show. It is left
 when nearly all did for a while, and that while doubles each time the level is entered again soon after it was left: load that needs the
-measure does not make it flap.
+measure does not make it flap. A request that a measure itself refuses says nothing of how the others are served: if it counted as one that
+was not, the measure would stay in force as long as such requests come, however few they all are.
 """
 
 from dataclasses import dataclass, replace
+from typing import Self
 
-from baton.cluster.errors import BatonError, Reason
-from baton.cluster.measures import Measure
+from baton.cluster.config_router import RouterConfig
+from baton.cluster.errors import DEGRADED, BatonError, Reason
+from baton.cluster.measures import Measure, read_measures
 from baton.engine.core.speculation import NONE, UNASKED, Offer
 from router.validate import Ask
 
@@ -27,6 +30,10 @@ class Rules:
     look_s: float = 2.0  # what one judgement looks at, and how long a change has before the next one
     hold_s: float = 15.0
 
+    @classmethod
+    def of(cls, config: RouterConfig) -> Self:
+        return cls(read_measures(config.degrade), config.degrade_below, hold_s=config.degrade_hold_s)
+
 
 @dataclass(slots=True)
 class _Held:
@@ -41,6 +48,7 @@ class Degradation:
         self._rules = rules
         self.level = 0  # measures in force
         self.share: float | None = None  # of the requests of the last judgement
+        self.declined = 0  # requests that a measure has refused since the start
         self._held = [_Held() for _ in rules.levels]
         self._changed_at = float("-inf")
         self._good_since: float | None = None
@@ -51,8 +59,8 @@ class Degradation:
         return self._rules.levels[: self.level]
 
     def judge(self, now: float, ended: int, met: int) -> int:
-        """Takes how many requests have ended since the start, and how many of them met every objective. Returns by how much the level
-        changes: -1, 0 or 1. Times are in seconds."""
+        """Takes how many requests have ended since the start, those that a measure refused left out, and how many of them met every
+        objective. Returns by how much the level changes: -1, 0 or 1. Times are in seconds."""
         if not self._rules.levels:
             return 0
         if self._seen is None:
@@ -94,8 +102,10 @@ class Degradation:
         if not self.level or ask.resume:
             return ask, ()
         if any(measure.kind == "priority" and ask.priority > measure.value for measure in self.measures):
+            self.declined += 1
             message = f"under overload, requests of priority {ask.priority} are refused"
-            raise BatonError(Reason.SATURATED, message, retry_after=self._rules.hold_s)
+            told = {DEGRADED: f"priority: {ask.priority} is refused, {self._why}"}
+            raise BatonError(Reason.SATURATED, message, metadata=told, retry_after=self._rules.hold_s)
         return self._lower(ask, offer)
 
     def _lower(self, ask: Ask, offer: Offer) -> tuple[Ask, Lost]:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from baton.clock import loop_time
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
-from router.admission import Admission, Admitted, Due, Refused
+from router.admission import Admission, Admitted, Due, Queued, Refused
 from router.journal import Entry
 from router.policy import places
 from router.served import ServedModel
@@ -47,7 +47,7 @@ class Gate:
     @asynccontextmanager
     async def place(self, entry: Entry, ask: Ask, deadline: float) -> AsyncIterator[None]:
         """Holds the places of a request that is served. Raises DEADLINE, and SATURATED with the time after which a retry can succeed."""
-        slot = f"{ask.request_id}#{next(self._numbers)}"  # callers may give two requests the same id
+        slot = self._name(ask)
         turn = self._waiting[slot] = asyncio.get_running_loop().create_future()
         try:
             await self._enter(slot, turn, ask, self._due(entry, ask, deadline))
@@ -65,15 +65,20 @@ class Gate:
                 self._drop_hopeless()
             self._let_in(self._admission.leave(slot, self._clock()))
 
+    def check(self, entry: Entry, ask: Ask, deadline: float) -> None:
+        """Raises what `place` would raise at once. Under overload most requests end here: nothing has been prepared for them, and nobody
+        else has been asked about them."""
+        entry.trace.step = "admission"
+        now, due = self._clock(), self._due(entry, ask, deadline)
+        self._let_in(self._admission.resize(self._count_places(), now))
+        if self._admission.late_by(ask.priority, now, due, ask.sequences) is not None:
+            self._ask(self._name(ask), ask, due, now)
+
     async def _enter(self, slot: str, turn: "asyncio.Future[None]", ask: Ask, due: Due) -> None:
         now = self._clock()
         self._let_in(self._admission.resize(self._count_places(), now))
-        answer = self._admission.enter(slot, ask.priority, now, due, ask.sequences)
-        if isinstance(answer, Admitted):
+        if isinstance(self._ask(slot, ask, due, now), Admitted):
             return
-        if isinstance(answer, Refused):
-            message = "more requests wait than can be served in time" if answer.late else "too many requests are being served and waiting"
-            raise BatonError(Reason.SATURATED, message, retry_after=answer.retry_after)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
         left, longest = due.deadline - now, self._config.queue_timeout_s
@@ -85,6 +90,17 @@ class Gate:
                 raise BatonError(Reason.DEADLINE, "the deadline of the request passed while it waited for admission") from None
             after = self._admission.retry_after(self._clock())
             raise BatonError(Reason.SATURATED, f"waited {longest:g} s for admission", retry_after=after) from None
+
+    def _ask(self, slot: str, ask: Ask, due: Due, now: float) -> Admitted | Queued:
+        """Raises SATURATED."""
+        answer = self._admission.enter(slot, ask.priority, now, due, ask.sequences)
+        if isinstance(answer, Refused):
+            message = "more requests wait than can be served in time" if answer.late else "too many requests are being served and waiting"
+            raise BatonError(Reason.SATURATED, message, retry_after=answer.retry_after)
+        return answer
+
+    def _name(self, ask: Ask) -> str:
+        return f"{ask.request_id}#{next(self._numbers)}"  # callers may give two requests the same id
 
     def _due(self, entry: Entry, ask: Ask, deadline: float) -> Due:
         began, asked = entry.trace.watch.start, ask.sampling

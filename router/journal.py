@@ -276,7 +276,7 @@ class Journal:
         )
 
     def _judge_level(self, now: float) -> None:
-        change = self.degradation.judge(now, self._demand, self._goodput)
+        change = self.degradation.judge(now, self._demand - self.degradation.declined, self._goodput)
         if change:
             share = self.degradation.share
             seen = "no request ended lately" if share is None else f"{share:.0%} of the last requests met their objectives"

@@ -183,6 +183,7 @@ class GenerateService:
                 raise BatonError(Reason.DEADLINE, "the deadline had passed before the request arrived")
             receipt = self._check_receipt(ask, self._served())
             ask, degraded = self._journal.degradation.serve(ask, self._served().offer)
+            self._gate.check(entry, ask, deadline)
             if receipt is None:
                 await self._rates.check(ask.tenant)
             async with aclosing(self._serve(ask, receipt, deadline, entry, degraded)) as events:
@@ -238,7 +239,6 @@ class GenerateService:
         return receipt
 
     async def _serve(self, ask: Ask, receipt: Receipt | None, deadline: float, entry: Entry, degraded: Lost) -> AsyncGenerator[Event, None]:
-        entry.trace.step = "admission"
         async with self._gate.place(entry, ask, deadline):
             entry.trace.step = "tokenizing"
             plan = await self._make_plan(ask, receipt, deadline, entry.trace)

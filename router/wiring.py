@@ -21,7 +21,6 @@ from baton.cluster.health import HealthServer
 from baton.cluster.joining import Joining
 from baton.cluster.keys import ApiKeys, Quota
 from baton.cluster.lifecycle import Stage, Stop, move
-from baton.cluster.measures import read_measures
 from baton.cluster.membership import Membership, draw_incarnation, process_name
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
@@ -99,7 +98,6 @@ class RouterProcess:
         self._peers = Peers(self._registry, self.name, config)
         self._tracer = make_tracer(config.telemetry, config.cluster.name, "router", self.name)
         self._book = Book("router", model=self._model_name)
-        rules = Rules(read_measures(config.router.degrade), config.router.degrade_below, hold_s=config.router.degrade_hold_s)
         # Who names devices or transports of UCX asks for NIXL.
         ucx = "nixl" if config.kv.ucx_tls or config.kv.ucx_net_devices else ""
         wanted = Wanted(config.prefill.replicas > 0, ucx if config.kv.transport == "auto" else config.kv.transport)
@@ -109,7 +107,7 @@ class RouterProcess:
             self._model_name,
             config.slo,
             config.telemetry.recent_requests,
-            degradation=Degradation(rules),
+            degradation=Degradation(Rules.of(config.router)),
             split=Split(wanted),
         )
         self._metrics = MetricsServer(config, Exposition(self._book), lambda: self.stage is Stage.READY, self._guard, self._targets)

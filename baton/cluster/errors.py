@@ -47,6 +47,9 @@ class Reason(Enum):
     POISONOUS = Kind("INTERNAL", 500)  # this request, or a recent one with the same prompt, killed workers
 
 
+DEGRADED = "degraded"  # in the metadata of a refusal: by which measure of `router.degrade`, and why
+
+
 @dataclass(frozen=True, slots=True)
 class Violation:
     """One field of the caller's message and what is wrong with it."""

@@ -38,7 +38,7 @@ from router.http import messages_in, messages_out, openai_in, openai_out, tokens
 from router.http.api import Api, Writer
 from router.http.body import UNSUPPORTED
 from router.http.encoding import IDENTITY, check_encoding, unpack
-from router.http.errors import HttpError, bad_value, to_http, to_json
+from router.http.errors import DEGRADED_HEADER, HttpError, bad_value, to_http, to_json
 from router.http.event_id import HEADER, Numbering, asks_for_ids, last_event, resume
 from router.http.event_stream import EventStream, chunks
 from router.http.explained import explains
@@ -60,7 +60,6 @@ log = logging.getLogger(__name__)
 AT_ONCE_BYTES = 64 << 10  # a longer body is read in a thread: others then wait for one step at a time, not for all of them
 TIMEOUT_HEADER = "x-request-timeout-ms"
 T = TypeVar("T")
-DEGRADED_HEADER = b"x-baton-degraded"
 
 
 class HttpDoor:
@@ -139,7 +138,7 @@ class HttpDoor:
                 started = True
                 message["headers"] = [*message["headers"], *((name, request_id.encode()) for name in api.id_headers)]
                 if lost := scope["state"].get("degraded"):
-                    message["headers"].append((DEGRADED_HEADER, "; ".join(lost).encode()))
+                    message["headers"].append((DEGRADED_HEADER.encode(), "; ".join(lost).encode()))
             await send(message)
 
         try:
@@ -376,7 +375,7 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Lets pages of `origins` use `app` from a browser. Keys travel in a header that the page sets itself, so no credentials are needed."""
     if not origins:
         return app
-    told = ("x-request-id", "request-id", "retry-after", DEGRADED_HEADER.decode())
+    told = ("x-request-id", "request-id", "retry-after", DEGRADED_HEADER)
     return CORSMiddleware(app, allow_origins=origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",), expose_headers=told)
 
 

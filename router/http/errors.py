@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from baton.cluster.errors import BatonError, Reason
+from baton.cluster.errors import DEGRADED, BatonError, Reason
 
+DEGRADED_HEADER = "x-baton-degraded"  # what overload took from the request
 RETRY_AFTER_S = 1.0  # sent if a retry can help but the error names no time
 _CODES = {
     Reason.INVALID_FIELD: "invalid_value",
@@ -62,6 +63,9 @@ def to_http(error: BatonError, names: Mapping[str, str] = _NO_NAMES) -> HttpErro
     if error.reason is Reason.CONTEXT_LENGTH and (context := error.metadata.get("context")):
         message += f"; this model's maximum context length is {context} tokens"  # what clients look for, LiteLLM above all
     headers = {}
+    if degraded := error.metadata.get(DEGRADED):
+        headers[DEGRADED_HEADER] = degraded
+        param = to_param(degraded.partition(":")[0], names)
     if kind.http in (429, 503):
         headers["retry-after"] = str(math.ceil(error.retry_after or RETRY_AFTER_S))
     if kind.http == 401:

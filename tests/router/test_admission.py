@@ -1,6 +1,8 @@
 """Admission compared with a model, its bounds, and its behavior under overload."""
 
+import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -8,7 +10,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.admission import INTERVAL_S, SHARE, Admission, Admitted, Due, Elsewhere, Overload, Queued, Refused, _Waiter, share
+from router import admission as rules
+from router.admission import (
+    FLOODED,
+    IDLE,
+    INTERVAL_S,
+    SHARE,
+    Admission,
+    Admitted,
+    Due,
+    Elsewhere,
+    Overload,
+    Queued,
+    Refused,
+    _Waiter,
+    enough,
+    share,
+)
 from router.pace import Pace
 
 MAX_INFLIGHT, MAX_QUEUE = 3, 2
@@ -264,6 +282,58 @@ def test_a_standing_queue_is_kept_short() -> None:
     assert admission.enter("no wait", 0, now) == Admitted() and not admission.standing(now), "the queue has drained"
 
 
+@pytest.mark.parametrize("load", [1.01, 1.5, 2.0, 5.0, 10.0])
+def test_a_queue_that_is_long_enough_is_seldom_empty(load: float) -> None:
+    """By the balance of an M/M/1/K queue, state by state."""
+    most = enough(load)
+    states = [load**n for n in range(1 + math.ceil(most))]
+    assert states[0] / sum(states) <= IDLE < 1 / sum(states[: max(2, math.floor(most))])
+    assert enough(1.0) == enough(0.5) == math.inf and enough(1e6) == 1.0
+
+
+def flooded(times: float = 10.0, patience_s: float = 3.0) -> tuple[Admission, float]:
+    """Ten places, one of which is freed each tenth of a second, and a second in which `times` as many come as can be served."""
+    admission, now, inside = measured(places=10), 0.0, [f"inside {number}" for number in range(10)]
+    for number in range(round(10 * times)):
+        now = number / (10 * times)
+        admission.enter(f"{number}", 0, now, Due(deadline=now + patience_s))
+        if number and number % times == 0:
+            inside += admission.leave(inside.pop(0), now)
+    return admission, now
+
+
+def test_the_more_are_refused_the_shorter_is_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place that is freed is taken all the same: somebody waits, or comes in no time."""
+    admission, now = flooded()
+    freed, least = now, admission.queued
+    for number in range(300):  # three more seconds
+        freed = now + (number + 1) / 100
+        admission.enter(f"more {number}", 0, freed, Due(deadline=freed + 3.0))
+        if number % 10 == 0:
+            assert admission.leave(next(iter(admission._inside)), freed), "somebody waits for the place"
+        least = min(least, admission.queued)
+    room = 3.0 - 1.0
+    assert 1 <= least <= admission.queued <= FLOODED * room / 0.1 < SHARE * room / 0.1
+    assert admission.standing(freed) and isinstance(admission.enter("late", 0, freed, Due(deadline=freed + 3.0)), Refused)
+    assert isinstance(admission.enter("patient", 0, freed, Due(deadline=freed + 30.0)), Queued), "who has time may wait"
+    assert isinstance(admission.enter("wide", -1, freed, Due(deadline=freed + 3.0), weight=10), Queued), "nobody is ahead of it"
+    admission.leave("wide", freed)
+    calm = freed + 1.1
+    assert isinstance(admission.enter("calm", 0, calm, Due(deadline=calm + 3.0)), Queued), "a second later it is no flood any more"
+    monkeypatch.setattr(rules, "FLOODED", 1.0)
+    assert isinstance(admission.enter("kept", 0, freed, Due(deadline=freed + 3.0)), Queued), "negative control"
+    admission.check()
+
+
+def test_what_would_be_refused_is_known_before_it_is_asked() -> None:
+    for admission in (flooded()[0], measured(max_queue=0), measured(), Admission(1, 0)):
+        for number in range(40):
+            due = Due(deadline=1.0 + random.Random(number).random() * 4)
+            late_by, before = admission.late_by(number % 2, 1.0, due), (admission.inflight, admission.queued, len(admission._refusals))
+            assert before == (admission.inflight, admission.queued, len(admission._refusals))
+            assert isinstance(admission.enter(f"one {number}", number % 2, 1.0, due), Refused) == (late_by is not None)
+
+
 def test_lifo_serves_the_newest_first_while_the_queue_stands() -> None:
     for overload, first, then in (("codel", "old", "new"), ("lifo", "new", "old")):
         admission = measured(places=1, overload=overload)  # type: ignore[arg-type]
@@ -285,14 +355,17 @@ def test_each_refusal_gets_a_later_retry_time_than_the_one_before() -> None:
 
 @dataclass
 class Server:
-    """Serves `places` requests at a time for exactly `held_s` each. Clients have a deadline and arrive at random."""
+    """Serves `places` requests at a time for exactly `held_s` each, by when it begins. Clients have a deadline and arrive at random."""
 
     admission: Admission
-    held_s: float = 0.2
+    held_s: Callable[[float], float] = lambda now: 0.2
     deadline_s: float = 1.0
     inside: dict[str, float] = field(default_factory=dict)  # request → when it will be done
+    held: dict[str, float] = field(default_factory=dict)
     due: dict[str, float] = field(default_factory=dict)
     good: int = 0
+    refused: int = 0
+    dropped: int = 0  # requests that waited before they were refused
 
     def run(self, per_s: float, seconds: float, seed: int) -> float:
         """Returns the number of requests per second that finished in time."""
@@ -303,19 +376,23 @@ class Server:
             if ending is not None and self.inside[ending] <= coming:
                 now = self.inside.pop(ending)
                 self.good += now <= self.due[ending]
-                self.admission.pace.note(self.held_s, self.held_s / 10, 40)
-                self.admission.drop_hopeless(now)
+                held_s = self.held.pop(ending)
+                self.admission.pace.note(held_s, held_s / 10, 40)
+                self.dropped += len(self.admission.drop_hopeless(now))
                 self.begin(self.admission.leave(ending, now), now)
                 continue
             now, number = coming, number + 1
             coming += rng.expovariate(per_s)
             name, self.due[f"{number}"] = f"{number}", now + self.deadline_s
-            if self.admission.enter(name, 0, now, Due(deadline=self.due[name])) == Admitted():
+            answer = self.admission.enter(name, 0, now, Due(deadline=self.due[name]))
+            self.refused += isinstance(answer, Refused)
+            if answer == Admitted():
                 self.begin([name], now)
         return self.good / seconds
 
     def begin(self, names: list[str], now: float) -> None:
-        self.inside |= {name: now + self.held_s for name in names}
+        self.held |= dict.fromkeys(names, self.held_s(now))
+        self.inside |= {name: now + self.held[name] for name in names}
 
 
 @pytest.mark.parametrize("times", [1, 2, 5, 10])
@@ -323,6 +400,22 @@ class Server:
 def test_goodput_holds_under_overload(overload: Overload, times: int) -> None:
     """8 places at 0.2 s per request serve 40 requests per second."""
     assert Server(Admission(8, 512, overload)).run(40.0 * times, 60.0, seed=times) >= 0.9 * 40 * (0.95 if times == 1 else 1)
+
+
+@pytest.mark.parametrize("times", [2, 5, 10])
+def test_a_flood_is_refused_at_once_though_the_pace_changes(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than one refused request in a hundred has waited, so that P99 of the time to a refusal is that of a request that has not."""
+
+    def waited() -> float:
+        server = Server(Admission(16, 512), lambda now: 0.6 if random.Random(int(now / 3)).random() < 0.5 else 0.9, 1.7)
+        server.admission.pace.note(0.75, 0.1, 40)
+        server.run(21.0 * times, 60.0, seed=times)
+        return server.dropped / (server.refused + server.dropped)
+
+    found = waited()
+    assert found < 0.01
+    monkeypatch.setattr(rules, "FLOODED", 1.0)
+    assert waited() > 3 * found, "negative control"
 
 
 def test_goodput_collapses_when_every_request_waits() -> None:

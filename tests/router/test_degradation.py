@@ -1,18 +1,25 @@
 """Under overload, requests get less as the configuration says, are told what, and get all of it again without flapping."""
 
 import random
+from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from http_door import CHAT, HELLO, House, toy_tokenizer
+from fake_workers import record
+from google.rpc import error_details_pb2
+from http_door import CHAT, CONTEXT, HELLO, House, toy_tokenizer
 from pydantic import ValidationError
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError
 from baton.cluster.measures import Measure, read_measures
+from baton.cluster.rpc import to_status
 from baton.engine.core.speculation import NONE, Offer, Speculation
 from router.degradation import Degradation, Rules
+from router.door import to_response
 from router.tokenizer import Tokenizer
 from router.validate import Ask, AskSampling
 
@@ -77,6 +84,68 @@ def test_noise_around_the_border_changes_little() -> None:
     for _ in range(3600):
         day.seconds(1, good=min(1.0, max(0.0, noise.gauss(0.93, 0.04))))
     assert day.changes <= 6, day.changes
+
+
+class Noisy:
+    """A cluster that serves 40 requests in a second, with guesses off 44 and with short answers 60, and users who send about so many as
+    they are told to (Poisson), half of them with a priority that the last level refuses. `counts`: also those as not served."""
+
+    SERVED = (40, 44, 60, 60)
+
+    def __init__(self, rules: Rules, seed: int = 1, counts: bool = False) -> None:
+        self.degradation, self.rng, self.counts = Degradation(rules), random.Random(seed), counts
+        self.now, self.ended, self.met, self.levels = 0.0, 0, 0, list[int]()
+
+    def seconds(self, count: int, load: Callable[[float], float]) -> int:
+        for _ in range(count):
+            self.now += 1.0
+            mean = load(self.now)
+            came = max(0, round(self.rng.gauss(mean, mean**0.5)))
+            declined = sum(not self._takes(number % 2) for number in range(came))
+            taken = came - declined
+            self.met += min(taken, self.SERVED[self.degradation.level])
+            self.ended += came if self.counts else taken
+            self.degradation.judge(self.now, self.ended, self.met)
+            self.levels.append(self.degradation.level)
+        return self.degradation.level
+
+    def _takes(self, priority: int) -> bool:
+        try:
+            self.degradation.serve(Ask(text="x", priority=priority), NOTHING)
+        except BatonError:
+            return False
+        return True
+
+    @property
+    def turns(self) -> int:
+        """How often a level was left after one was entered, or the other way round."""
+        steps = [after - before for before, after in pairwise(self.levels) if after != before]
+        return sum(one != other for one, other in pairwise(steps))
+
+
+def test_what_a_level_refuses_does_not_keep_it_in_force() -> None:
+    cluster = Noisy(Rules(LEVELS))
+    assert cluster.seconds(60, lambda now: 200.0) == 3
+    assert cluster.degradation.declined > 1000
+    assert cluster.seconds(300, lambda now: 25.0) == 0, "25 can be served, whoever they are from"
+    stuck = Noisy(Rules(LEVELS), counts=True)
+    assert stuck.seconds(60, lambda now: 200.0) == stuck.seconds(900, lambda now: 25.0) == 3, "negative control"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_noisy_load_around_what_can_be_served_makes_no_level_flap(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load changes every ten seconds, to between 0.6 and 1.6 of what can be served with nothing taken away."""
+
+    def load(now: float) -> float:
+        return 40 * random.Random(seed * 1000 + int(now / 10)).uniform(0.6, 1.6)
+
+    calm = Noisy(Rules(LEVELS), seed)
+    calm.seconds(900, load)
+    assert 0 < calm.turns <= 18 and max(calm.levels) >= 1
+    monkeypatch.setattr("router.degradation.LONGEST", 1.0)
+    flapping = Noisy(Rules(LEVELS, above=0.9, hold_s=1.0), seed)
+    flapping.seconds(900, load)
+    assert flapping.turns > 4 * calm.turns, "negative control: nothing is held, and levels are left where they are entered"
 
 
 def test_a_level_takes_what_it_names_and_says_so() -> None:
@@ -159,17 +228,65 @@ async def test_a_client_is_told_in_a_header_and_a_field(house: House, stream: bo
     house.check()
 
 
+@pytest.mark.parametrize(("level", "fields"), [(0, []), (1, ["speculation"]), (2, ["speculation", "max_tokens"]), (3, ["priority"])])
+async def test_each_level_is_told_with_its_reason_at_both_doors(tokenizer: Tokenizer, level: int, fields: list[str]) -> None:
+    house = House(tokenizer, workers=False)
+    guesses = {"speculation": ("draft", NONE), "speculation_tokens": 4}
+    house.view.update([record("d0", tokenizer_fingerprint=tokenizer.fingerprint, max_model_len=CONTEXT, **guesses)], 0.0)
+    house.journal.degradation = Degradation(Rules(read_measures(("speculation", "max_tokens=2", "priority=0"))))
+    house.journal.degradation.level = level
+    answer = await house.post(CHAT, {**HELLO, "max_tokens": 9, "priority": 1})
+    told = answer.headers.get("x-baton-degraded", "")
+    assert [sentence.partition(":")[0] for sentence in told.split("; ") if sentence] == fields
+    assert told.count("because too many requests lately did not meet their objectives") == len(fields)
+    ask = Ask(text="hello", sampling=AskSampling(max_tokens=9), priority=1)
+    if level == 3:
+        assert (answer.status, answer.error["param"]) == (429, "priority")
+        with pytest.raises(BatonError) as caught:
+            await anext(house.service.generate(ask, 10))
+        assert told == caught.value.metadata["degraded"]
+    else:
+        assert answer.status == 200 and answer.json["choices"][0].get("degraded", []) == [each for each in told.split("; ") if each]
+        async with aclosing(house.service.generate(ask, 10)) as events:
+            assert [*to_response(await anext(events)).accepted.degraded] == [each for each in told.split("; ") if each]
+            assert [event async for event in events]
+    house.check()
+
+
 async def test_requests_of_less_priority_are_refused_with_a_time(house: House) -> None:
     house.journal.degradation.level = 2
     refused = await house.post(CHAT, {**HELLO, "priority": 1})
     assert refused.status == 429 and "of priority 1" in refused.json["error"]["message"] and int(refused.headers["retry-after"]) > 0
-    assert (await house.post(CHAT, {**HELLO, "priority": 0})).status == 200
+    assert refused.headers["x-baton-degraded"].startswith("priority: 1 is refused, because ") and refused.error["param"] == "priority"
+    served = await house.post(CHAT, {**HELLO, "priority": 0})
+    assert served.status == 200 and "priority" not in served.headers["x-baton-degraded"], "which of the level takes nothing of this one"
     house.check()
 
 
-async def test_requests_that_are_refused_or_late_are_what_a_level_is_entered_for(house: House) -> None:
-    """And those that are wrong are not."""
-    house.journal.degradation.level = 2
+def test_over_grpc_a_refusal_names_the_measure_and_why() -> None:
+    degradation = Degradation(Rules((Measure("priority", 0),)))
+    degradation.level = 1
+    with pytest.raises(BatonError) as caught:
+        degradation.serve(Ask(text="x", priority=3), NOTHING)
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    details = to_status(caught.value).details
+    assert details[0].Unpack(info) and details[1].Unpack(retry) and retry.retry_delay.seconds > 0
+    assert info.metadata["degraded"].startswith("priority: 3 is refused, because ")
+
+
+async def test_requests_that_are_refused_or_late_are_what_a_level_is_entered_for(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those that are wrong, or that a level refuses, are not."""
+    judged: list[tuple[int, int]] = []
+    degradation = house.journal.degradation
+    monkeypatch.setattr(degradation, "judge", lambda now, ended, met: judged.append((ended, met)) or 0)
+    degradation.level = 2
     for body in ({**HELLO, "priority": 1}, {**HELLO, "max_tokens": -1}, HELLO):
         await house.post(CHAT, body)
-    assert (house.journal._demand, house.journal.totals.met) == (2, 1)
+    house.journal.sample(0, 0, None)
+    house.admission.max_queue = 0
+    house.admission.enter("all places", weight=1000)
+    assert (await house.post(CHAT, HELLO)).status == 429
+    house.journal.sample(0, 0, None)
+    assert judged == [(1, 1), (2, 1)]
+    house.admission.leave("all places")
+    house.check()

@@ -648,8 +648,10 @@ class Counter(Unlimited):
     said: list[tuple[str, str, int]] = field(default_factory=list)
     error: BatonError | None = None  # raised when the prompt is counted
     used_up: BatonError | None = None
+    checks: int = 0
 
     async def check(self, tenant: str) -> None:
+        self.checks += 1
         if self.used_up:
             raise self.used_up
 
@@ -738,16 +740,18 @@ async def test_a_tenant_whose_quota_ran_out_in_the_meantime_is_refused_before_di
 
 
 async def test_a_full_router_tokenizes_nothing_and_charges_nothing(tokenizer: Tokenizer) -> None:
-    """Neither for the requests that it refuses nor for those that wait."""
+    """Neither for the requests that it refuses nor for those that wait. Of those that it refuses, it asks nobody what their tenant has
+    left, which would be Redis."""
     house, counter = full(Watched(tokenizer), max_queue=1), Counter()  # type: ignore[arg-type]
     house.service._rates = counter
     tasks = await occupy(house, waiting=1)
     for _ in range(5):
         assert (await house.refused()).reason is Reason.SATURATED
-    assert house.tokenizer.asked == 1 and counter.said == [("prompt", "", 1)]
+    assert house.tokenizer.asked == 1 and counter.said == [("prompt", "", 1)] and counter.checks == 2
+    assert house.admission._refusals.maxlen and len(house.admission._refusals) == 5, "each refusal counts once"
     house.script.gate.set()
     await asyncio.gather(*tasks)
-    assert house.tokenizer.asked == 2
+    assert house.tokenizer.asked == 2 and counter.checks == 2
     house.check()
 
 
