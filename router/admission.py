@@ -9,7 +9,8 @@ waits for several places: they would never be free together. `overload` sets wha
             expected wait is the places for those ahead times the measured time from one freed place to the next. A burst may fill the
             queue until the last request is just in time. A standing queue (its waits have been longer than TARGET for a whole interval) is
             not a burst: it is kept to a SHARE of that length, because at the limit every error of the estimate is a miss. The more
-            requests are refused, the shorter a queue keeps every place taken (`enough`), and the less of that length it may use.
+            requests are refused, the shorter a queue keeps every place taken (`enough`), and the less of that length it may use. Whom a
+            better priority overtakes in such a flood makes room for it at once.
     lifo    Like codel, but in a standing queue the newest request of the lowest priority number goes first.
 
 The standing queue is CoDel's criterion (Nichols and Jacobson, "Controlling Queue Delay", ACM Queue 2012; RFC 8289). Serving the newest
@@ -65,6 +66,7 @@ class Admitted:
 @dataclass(frozen=True, slots=True)
 class Queued:
     ahead: int  # requests that come first
+    displaced: tuple[str, ...] = ()  # requests of higher priority numbers, which no longer wait: they must be told
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,7 @@ class Admission:
         line = self._lines.setdefault(priority, _Line())
         line.waiting[request_id] = None
         line.places += taken
-        return Queued(ahead)
+        return Queued(ahead, self._displace(priority, now))
 
     def late_by(self, priority: int = 0, now: float = 0.0, due: Due = ANY_TIME, weight: int = 1) -> float | None:
         """By how many seconds the wait of a new request is too long, less than 0 where only the queue has no room. None: `enter` would not
@@ -177,9 +179,7 @@ class Admission:
         wait = (ahead + min(weight, self.places)) * self._turn_s
         if self.queued >= self.room or wait > room * (SHARE if self.standing(now) else 1.0):
             return wait - room
-        if ahead and wait > FLOODED * room and ahead >= enough(1 + self._refused_lately(now) * self._turn_s):
-            return wait - FLOODED * room
-        return None
+        return wait - FLOODED * room if self._floods(ahead, wait, room, now) else None
 
     def leave(self, request_id: str, now: float = 0.0) -> list[str]:
         """Removes a request that was served, failed, or stopped waiting. Returns those admitted now. An unknown id changes nothing."""
@@ -255,6 +255,26 @@ class Admission:
     def _before(self, priority: int) -> list[_Line]:
         """Of those who would go before a newcomer of this priority."""
         return [line for other, line in self._lines.items() if other <= priority]
+
+    def _floods(self, ahead: int, wait: float, room: float, now: float) -> bool:
+        """Whether so many places for those ahead make a queue that is longer than it need be."""
+        return ahead > 0 and wait > FLOODED * room and ahead >= enough(1 + self._refused_lately(now) * self._turn_s)
+
+    def _displace(self, priority: int, now: float) -> tuple[str, ...]:
+        """Removes from the end of the queue whom this priority overtakes, as long as the last one would not be let in if it came now. In a
+        flood of better priority they would wait until they are hopeless. Returns their ids."""
+        displaced = []
+        while (worst := max(self._lines)) > priority:
+            last = next(reversed(self._lines[worst].waiting))
+            waiter = self._waiting[last]
+            ahead = sum(line.places for line in self._lines.values()) - waiter.taken
+            wait, room = (ahead + waiter.taken) * self._turn_s, self._room_s(waiter.due, waiter.since, now)
+            if not self._floods(ahead, wait, room, now):
+                break
+            self._leave_line(last)
+            self._refusals.append(now)
+            displaced.append(last)
+        return tuple(displaced)
 
     def _refused_lately(self, now: float) -> int:
         """In the last second."""

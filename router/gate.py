@@ -97,6 +97,8 @@ class Gate:
         if isinstance(answer, Refused):
             message = "more requests wait than can be served in time" if answer.late else "too many requests are being served and waiting"
             raise BatonError(Reason.SATURATED, message, retry_after=answer.retry_after)
+        for displaced in answer.displaced if isinstance(answer, Queued) else ():
+            self._drop(displaced, "made room for a request of a better priority", now)
         return answer
 
     def _name(self, ask: Ask) -> str:
@@ -131,11 +133,12 @@ class Gate:
     def _drop_hopeless(self) -> None:
         self._judged_at = now = self._clock()
         for slot in self._admission.drop_hopeless(now):
-            after = self._admission.retry_after(now)
-            refusal = BatonError(Reason.SATURATED, "waited until it could no longer be served in time", retry_after=after)
-            turn = self._waiting.get(slot)  # None: it is leaving already
-            if turn is not None and not turn.done():
-                turn.set_exception(refusal)
+            self._drop(slot, "waited until it could no longer be served in time", now)
+
+    def _drop(self, slot: str, why: str, now: float) -> None:
+        turn = self._waiting.get(slot)  # None: it is leaving already
+        if turn is not None and not turn.done():
+            turn.set_exception(BatonError(Reason.SATURATED, why, retry_after=self._admission.retry_after(now)))
 
     def _let_in(self, slots: Iterable[str]) -> None:
         for slot in slots:

@@ -325,6 +325,24 @@ def test_the_more_are_refused_the_shorter_is_the_queue(monkeypatch: pytest.Monke
     admission.check()
 
 
+def test_in_a_flood_a_better_priority_displaces_whom_it_overtakes() -> None:
+    """Otherwise they would wait until they are hopeless. Without a flood they wait: a place may come."""
+    calm = measured(places=10)
+    for number in range(6):
+        assert calm.enter(f"low {number}", 1, 0.0, Due(deadline=3.0)) == Queued(number)
+    assert calm.enter("urgent", 0, 0.0, Due(deadline=3.0)) == Queued(0) and calm.queued == 7
+    admission, now = flooded()
+    for waiting in list(admission._waiting):
+        admission.leave(waiting, now)
+    low = [f"low {number}" for number in range(20)]
+    taken = [name for name in low if isinstance(admission.enter(name, 1, now, Due(deadline=now + 3.0)), Queued)]
+    answers = [admission.enter(f"urgent {number}", 0, now, Due(deadline=now + 3.0)) for number in range(len(taken) + 2)]
+    displaced = [name for answer in answers if isinstance(answer, Queued) for name in answer.displaced]
+    assert displaced == taken[::-1] and len(taken) > 1, "from the end of the queue"
+    assert isinstance(answers[-1], Refused) and {waiter.priority for waiter in admission._waiting.values()} == {0}
+    admission.check()
+
+
 def test_what_would_be_refused_is_known_before_it_is_asked() -> None:
     for admission in (flooded()[0], measured(max_queue=0), measured(), Admission(1, 0)):
         for number in range(40):

@@ -7,6 +7,7 @@ import pytest
 from fake_workers import MODEL
 
 from baton.cluster.config_router import RouterConfig, SloConfig
+from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.beams import Beams
@@ -85,3 +86,30 @@ async def test_a_request_holds_a_place_for_each_sequence_that_the_workers_run_fo
         async with door.place(entry, ask, 1e9):
             assert admission.inflight == places
     assert admission.inflight == 0
+
+
+async def test_who_is_displaced_is_refused_at_once_with_a_time() -> None:
+    admission, view = Admission(1, 8), ClusterView({MODEL: "tokenizer"})
+    door = Gate(admission, view.models[MODEL], RouterConfig(), {}, clock=lambda: 7.0)
+    journal = Journal(Book("router"), Tracer(), "m", SloConfig(), keep=1)
+    admission.note_served(1.0, 0.1, 10)
+    admission.enter("served", now=7.0)
+
+    async def one(priority: int) -> None:
+        with journal.open("chat") as entry:
+            async with door.place(entry, Ask(priority=priority), 12.0):
+                pass
+
+    tasks = [asyncio.create_task(one(1)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert admission.queued == 2
+    admission._refusals.extend([7.0] * 50)
+    urgent = asyncio.create_task(one(0))
+    for task in tasks:
+        with pytest.raises(BatonError, match="better priority") as refused:
+            await asyncio.wait_for(task, 30)
+        assert refused.value.reason is Reason.SATURATED and refused.value.retry_after
+    assert admission.queued == 1
+    door._let_in(admission.leave("served", 7.0))
+    await asyncio.wait_for(urgent, 30)
+    assert door.idle
