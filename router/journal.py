@@ -234,9 +234,10 @@ class Journal:
     def follow(self, entry: Entry) -> None:
         """Adds to the curves and to the histogram of gaps what came since the last call. So tokens are drawn when they come, and the ends
         of many long outputs at once leave little to count."""
-        request, trace, drawn, now = entry.request, entry.trace, entry.drawn, self._wall_clock()
+        request, trace, drawn = entry.request, entry.trace, entry.drawn
         if request is None:
             return
+        now = self._wall_clock()
         if trace.first_at and not drawn.first:
             drawn.first = True
             prompt = request.prompt_len if request.choice == 0 else 0  # the other choices have the same

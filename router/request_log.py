@@ -26,6 +26,10 @@ class RequestLog:
         """A request that failed or was refused; nothing for any other. Its watch has been stopped."""
         if outcome not in ("failed", "refused"):
             return
+        about = f"{outcome} {reason}"
+        if self._full(now):  # under overload most lines are left out: they are not even written
+            self._more[about] += 1
+            return
         first, last = trace.watch.laps[0], trace.watch.laps[-1]
         stage = trace.step if last.stage == "queue" and trace.step else last.stage
         worker = last.worker or (trace.failures[-1].worker if trace.failures else "")
@@ -34,18 +38,22 @@ class RequestLog:
         facts += [f"after {last.end - first.start:.3f} s"]
         facts += [f"and {trace.retries} {'retry' if trace.retries == 1 else 'retries'}"] if trace.retries else []
         facts += [f"(tenant {tenant})"] if tenant else []
-        self.line(now, logging.WARNING if outcome == "failed" else logging.INFO, f"{outcome} {reason}", " ".join(facts))
+        self.line(now, logging.WARNING if outcome == "failed" else logging.INFO, about, " ".join(facts))
 
     def line(self, now: float, level: int, about: str, text: str) -> None:
         """`about`: what is counted if the line is left out."""
-        self.tell(now)
-        if self._until is None:
-            self._until, self._left = now + PERIOD_S, self._lines
-        if self._left <= 0:
+        if self._full(now):
             self._more[about] += 1
             return
         self._left -= 1
         self._log.log(level, "%s", text)
+
+    def _full(self, now: float) -> bool:
+        """Whether this period has had all its lines."""
+        self.tell(now)
+        if self._until is None:
+            self._until, self._left = now + PERIOD_S, self._lines
+        return self._left <= 0
 
     def tell(self, now: float) -> None:
         """Says what was left out in a period that is over. Call it now and then: no further line may come."""

@@ -16,16 +16,19 @@ from baton.cluster.rpc import Tasks
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.limits import Batching, Limits
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.speculation import Offer
 from baton.simulate.cores import Computes
 from baton.simulate.memory_registry import MemoryRegistry
 from baton.simulate.onlooker import Onlooker
 from baton.simulate.workers import Fleet, ModelledWorkers, Times
 from router.admission import Admission
+from router.degradation import Degradation, Rules
 from router.dispatch import Dispatcher
 from router.gate import Gate
 from router.journal import Journal
+from router.live import SAMPLE_EVERY_S
 from router.request import Request
-from router.validate import Ask
+from router.validate import Ask, AskSampling
 from router.view import ClusterView
 from router.watch import Watch
 
@@ -73,9 +76,18 @@ class SimulatedRouter:
         model = self.view.models["model"]
         self.watch = Watch(self.view, registry, workers, config.hang_s)
         self.admission = Admission(config.max_inflight, config.max_queue, config.overload)
-        self.journal = Journal(Book("router", model="model"), Tracer(), "model", slo, keep=10_000, wall_clock=loop_time)
+        degradation = Degradation(Rules.of(config))
+        tools = Book("router", model="model"), Tracer(), "model", slo
+        self.journal = Journal(*tools, keep=10_000, wall_clock=loop_time, degradation=degradation)
+        self.degrades = bool(config.degrade)
         self._gate = Gate(self.admission, model, config, self.journal.objectives, loop_time)
         self._dispatcher = Dispatcher(model, workers, config)
+
+    async def judge(self) -> None:
+        """Enters and leaves the levels of `router.degrade`."""
+        while True:
+            self.journal.sample(self.admission.requests, self.admission.queued, None)
+            await asyncio.sleep(SAMPLE_EVERY_S)
 
     async def ask(
         self,
@@ -90,7 +102,10 @@ class SimulatedRouter:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         with self.journal.open("text_completion", request_id, clock=loop_time) as entry:
             deadline = loop_time() + timeout_s
-            asked = Ask(token_ids=tuple(prompt), request_id=request_id, priority=priority)
+            sampling = AskSampling(max_tokens=max_tokens)
+            asked = Ask(token_ids=tuple(prompt), request_id=request_id, priority=priority, sampling=sampling)
+            asked, _ = self.journal.degradation.serve(asked, Offer())
+            params = replace(params, max_tokens=asked.sampling.max_tokens or max_tokens)
             async with self._gate.place(entry, asked, deadline):
                 request = Request(request_id, list(prompt), len(prompt), params, "", deadline, entry.trace, priority=priority)
                 entry.request = request
@@ -138,6 +153,8 @@ class SimulatedCluster:
         for router in self.routers:
             onlooker = Onlooker(router.view, self.registry, self.fleet) if self._light else router.watch
             tasks.start(onlooker.run(), "watch")
+            if router.degrades:
+                tasks.start(router.judge(), "levels")
         try:
             yield
         finally:
