@@ -246,7 +246,7 @@ def group(records: Iterable[Record]) -> list[dict[str, Any]]:
         if record.outcome not in ("failed", "refused"):
             continue
         error, ids = found.setdefault((record.outcome, record.reason), (_error(record), set()))
-        ids.add(record.request_id or record)
+        ids.add(record.request_id or id(record))  # one that was refused may have none; a record itself has no hash
         error["count"] += 1
         error["requests"] = len(ids)
     return [error for error, _ in found.values()]

@@ -273,6 +273,16 @@ async def test_errors_of_one_kind_are_one_line() -> None:
     ]  # fmt: skip
 
 
+async def test_requests_that_are_refused_before_they_have_an_id_are_told_apart() -> None:
+    """As all are over gRPC whose client gives none."""
+    house = House()
+    for _ in range(3):
+        with pytest.raises(BatonError), house.journal.open("chat", clock=lambda: house.now):
+            raise BatonError(Reason.SATURATED, "")
+    [error] = (await house.look())["errors"]
+    assert (error["reason"], error["count"], error["requests"]) == ("SATURATED", 3, 3)
+
+
 async def test_a_request_that_misses_its_objective_is_not_goodput() -> None:
     house = House(SloConfig(e2e_s=1.0))
     for seconds in (0.5, 2.0):
