@@ -1,6 +1,7 @@
 """A whole cluster of real processes on loopback, started with the command that a person would type."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,11 +61,11 @@ class Cluster:
             stub = worker_pb2_grpc.AdminStub(channel)
             return read_records(stub.Trace(worker_pb2.TraceRequest(last=1), timeout=5))[0]
 
-    def answered(self) -> int:
-        """How many of the last hundred requests the router remembers, all of which have ended."""
+    def ended(self) -> set[str]:
+        """The last hundred requests that have ended, by their ids."""
         with self._channel() as channel:
             stub = worker_pb2_grpc.AdminStub(channel)
-            return len(read_records(stub.Trace(worker_pb2.TraceRequest(last=100), timeout=5)))
+            return {record["request_id"] for record in read_records(stub.Trace(worker_pb2.TraceRequest(last=100), timeout=5))}
 
     def record(self, request_id: str) -> dict[str, Any]:
         """What the router remembers about a request that has ended."""
@@ -85,6 +87,16 @@ class Cluster:
         """Raises StopIteration while no worker of that name is ready."""
         found = (worker for worker in self.workers() if worker["name"] == name and worker.get("state") == "ready" and "error" not in worker)
         return int(next(found)["incarnation"])
+
+    def counted(self, name: str) -> dict[str, float]:
+        """The sum of a counter over the workers of each role."""
+        sums: dict[str, float] = {}
+        for worker in self.workers():
+            with urllib.request.urlopen(f"http://{worker['metrics']}/metrics", timeout=30) as answer:
+                lines = answer.read().decode().splitlines()
+            found = sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+            sums[worker["role"]] = sums.get(worker["role"], 0.0) + found
+        return sums
 
     def worker_pid(self, name: str) -> int:
         return int(next(worker["pid"] for worker in self.workers() if worker["name"] == name))
@@ -121,11 +133,11 @@ class Cluster:
 
     async def quiet(self, within_s: float = 60.0) -> None:
         """Waits until no lease, block, sequence, quarantined block or admission slot is left anywhere. Raises with whatever is left."""
-        deadline = time.monotonic() + within_s
+        deadline, looks = time.monotonic() + within_s, pauses()
         while left := await asyncio.to_thread(self.residue):
             if time.monotonic() > deadline:
                 raise AssertionError(f"left behind: {left}")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(next(looks))
 
     def residue(self) -> list[str]:
         try:
@@ -146,7 +158,7 @@ class Cluster:
 
     def wait(self, condition: Callable[[], Any], within_s: float = 60.0) -> Any:
         """Returns the value of `condition` as soon as it is true. An RpcError or StopIteration counts as "not yet"."""
-        deadline = time.monotonic() + within_s
+        deadline, looks = time.monotonic() + within_s, pauses()
         while True:
             try:
                 value: Any = condition()
@@ -157,10 +169,15 @@ class Cluster:
             if time.monotonic() > deadline:
                 up_log = self.logs.parent / f"{self.name}-up.log"
                 raise AssertionError(f"the condition was not met in time; log of the supervisor:\n{up_log.read_text()[-2000:]}")
-            time.sleep(0.05)
+            time.sleep(next(looks))
 
     def log(self, process: str) -> str:
         return (self.logs / f"{process}.log").read_text(errors="replace")
+
+
+def pauses() -> Iterator[float]:
+    """Seconds between two looks at a cluster: each costs all of its processes something, and what takes long is worth fewer of them."""
+    return (min(0.05 * 1.1**look, 0.25) for look in itertools.count())
 
 
 def ends_of_logs(folder: Path) -> str:

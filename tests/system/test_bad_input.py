@@ -380,7 +380,7 @@ SEEDS = [
     pb.GenerateRequest(chat=TOOLS, sampling=pb.SamplingParams(max_tokens=4)),
 ]
 LAWFUL = {"OK", "INVALID_ARGUMENT", "NOT_FOUND"}
-FUZZ_REQUESTS, FUZZ_S = 3000, 20.0
+FUZZ_REQUESTS = 1000
 
 
 def mutated(rng: random.Random) -> bytes:
@@ -419,13 +419,13 @@ async def outcome(door: grpc.aio.UnaryStreamMultiCallable, data: bytes) -> str:
     return "OK"
 
 
-async def test_thousands_of_broken_requests_never_break_the_cluster(live: Cluster, door: grpc.aio.UnaryStreamMultiCallable) -> None:
-    rng, until = random.Random(20), time.monotonic() + FUZZ_S
+async def test_a_thousand_broken_requests_never_break_the_cluster(live: Cluster, door: grpc.aio.UnaryStreamMultiCallable) -> None:
+    rng = random.Random(20)
     seen: dict[str, int] = {}
     unlawful: list[tuple[str, bytes]] = []
 
     async def send() -> None:
-        while sum(seen.values()) < FUZZ_REQUESTS and time.monotonic() < until:
+        while sum(seen.values()) < FUZZ_REQUESTS:
             data = mutated(rng)
             status = await outcome(door, data)
             seen[status] = seen.get(status, 0) + 1

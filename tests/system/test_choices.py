@@ -1,20 +1,16 @@
 """Several answers to one prompt through a whole cluster: the prompt is computed and handed over once, each answer is that of a request of
 its own, also when the worker dies in the middle, and nothing is left behind."""
 
-import asyncio
 import json
 import os
 import signal
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from live_cluster import Cluster, cluster, toy, toy_output
 
-from baton.cli.up import SHIPPED
 from baton.client import AsyncClient, GenerateError, Result
 
 pytestmark = pytest.mark.system
@@ -23,24 +19,12 @@ N, MAX_TOKENS, SEED = 4, 60, 40
 PROMPT = [(i * 37) % 250 for i in range(300)]
 HOW: dict[str, Any] = {"temperature": 1.0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
 LONG = {**HOW, "max_tokens": 4 * MAX_TOKENS}  # so long that none has ended when a busy machine has found and killed its worker
-WORDS = "Once upon a time there was a little fox who lived at the edge of a big forest. " * 6
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with cluster(toy(tmp_path_factory.mktemp("model"), step_delay_ms=5), prefill=1, decode=2) as found:
         yield found
-
-
-def counted(live: Cluster, name: str) -> dict[str, float]:
-    """Of each role."""
-    sums: dict[str, float] = {}
-    for worker in live.workers():
-        with urllib.request.urlopen(f"http://{worker['metrics']}/metrics", timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
-        found = sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
-        sums[worker["role"]] = sums.get(worker["role"], 0.0) + found
-    return sums
 
 
 async def answers(live: Cluster, **asked: Any) -> tuple[list[Result], dict[int, list[int]]]:
@@ -58,7 +42,7 @@ def quiet(live: Cluster) -> None:
 
 async def test_the_prompt_is_computed_and_handed_over_once(running: Cluster) -> None:
     names = "baton_engine_computed_tokens_total", "baton_engine_forks_total", "baton_handoffs_total"
-    before = {name: counted(running, name) for name in names}
+    before = {name: running.counted(name) for name in names}
     results, seen = await answers(running, token_ids=PROMPT, n=N, seed=SEED, **HOW)
     assert len(results) == N
     for choice, result in enumerate(results):
@@ -67,7 +51,7 @@ async def test_the_prompt_is_computed_and_handed_over_once(running: Cluster) -> 
         assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (len(PROMPT), MAX_TOKENS)
     assert [bool(result.handoff["transport"]) for result in results] == [True, False, False, False]
     quiet(running)
-    after = {name: counted(running, name) for name in names}
+    after = {name: running.counted(name) for name in names}
     grown = {name: {role: after[name][role] - before[name][role] for role in after[name]} for name in names}
     assert grown[names[0]] == {"prefill": len(PROMPT), "decode": MAX_TOKENS - 1 + (N - 1) * MAX_TOKENS}
     assert grown[names[1]] == {"prefill": 0, "decode": N - 1} and grown[names[2]]["decode"] == 1
@@ -101,7 +85,7 @@ async def test_a_client_that_leaves_leaves_nothing(running: Cluster) -> None:
 
 
 async def test_over_http_all_doors_share_the_prompt(running: Cluster) -> None:
-    before = counted(running, "baton_engine_computed_tokens_total")
+    before = running.counted("baton_engine_computed_tokens_total")
     async with openai.AsyncOpenAI(base_url=f"http://{running.http}/v1", api_key="none") as client:
         prompt, name = list(range(1, 201)), (await client.models.list()).data[0].id
         extra = {"ignore_eos": True, "return_token_ids": True}
@@ -121,7 +105,7 @@ async def test_over_http_all_doors_share_the_prompt(running: Cluster) -> None:
     assert best.choices[0].model_extra["token_ids"] == expected[0]  # type: ignore[index]  # the toy finds all equally likely
     assert best.usage is not None and best.usage.completion_tokens == 27
     quiet(running)
-    after = counted(running, "baton_engine_computed_tokens_total")
+    after = running.counted("baton_engine_computed_tokens_total")
     computed = sum(after.values()) - sum(before.values())
     assert computed <= 200 + 2 * 16 + 3 * 3 * 10, "one of three requests computes the prompt, the others find it cached"
 
@@ -146,20 +130,3 @@ def test_the_command_shows_all(running: Cluster) -> None:
     told = json.loads(running.baton("generate", "abc", *flags).stdout)
     expected = [toy_output(list(b"abc"), seed=7 + i, max_tokens=5, ignore_eos=True, temperature=1.0) for i in range(2)]
     assert [choice["token_ids"] for choice in told["choices"]] == expected
-
-
-async def test_a_trained_model_answers_as_it_would_alone(tmp_path: Path) -> None:
-    how = {"max_tokens": 24, "temperature": 0.9, "logprobs": 2}
-    with cluster(SHIPPED, "--engine.products", "baton", "--engine.threads", "1", prefill=1, decode=1) as live:
-        async with AsyncClient(live.grpc) as client:
-            alone = []
-            for choice in range(3):
-                async with client.generate(WORDS, seed=11 + choice, cache_salt=f"alone {choice}", **how) as stream:
-                    alone.append([(token.id, token.logprob, token.top) async for token in stream])
-            together: dict[int, list[Any]] = {}
-            async with client.generate(WORDS, n=3, seed=11, **how) as stream:
-                async for token in stream:
-                    together.setdefault(token.choice, []).append((token.id, token.logprob, token.top))
-        assert together == dict(enumerate(alone))
-        assert counted(live, "baton_engine_forks_total")["decode"] == 2
-        await asyncio.to_thread(quiet, live)

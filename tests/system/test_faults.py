@@ -188,16 +188,12 @@ async def test_a_read_from_a_hung_prefill_worker_fails_and_the_prompt_is_recompu
         await pair.quiet()
 
 
-async def test_without_a_prefill_worker_requests_bypass_prefill(model: Path) -> None:
+async def test_without_a_prefill_worker_requests_bypass_prefill_and_without_a_decode_worker_they_are_refused(model: Path) -> None:
     with faulty(model, "", "--launcher.restart-backoff-s", "20", prefill=1, decode=1) as live:
         await asyncio.to_thread(live.kill, "prefill-0")
         async with live.client() as client:
             result = await ask(client)
         assert list(result.token_ids) == expected() and result.workers["prefill"] == ""
-
-
-async def test_without_a_decode_worker_requests_are_refused(model: Path) -> None:
-    with faulty(model, "", "--launcher.restart-backoff-s", "20", prefill=1, decode=1) as live:
         await asyncio.to_thread(live.kill, "decode-0")
         async with live.client(max_resumes=0) as client:
             first = await asyncio.gather(ask(client, timeout_s=30), return_exceptions=True)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -27,8 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from live_cluster import Cluster, cluster, toy, toy_output
 from schemathesis.generation import GenerationMode
 
-from baton.cli.up import SHIPPED
-from baton.client import AsyncClient, Client, GenerateError
+from baton.client import Client, GenerateError
 
 pytestmark = pytest.mark.system
 CONTEXT = 1024
@@ -56,7 +54,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(live: Cluster) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"http://{live.http}/v1", api_key="none", max_retries=0) as made:
         yield made
@@ -473,7 +471,7 @@ def test_requests_generated_from_the_openapi_document_are_handled(schema: Any, f
     twin = schema[TWIN[path]]["POST"] if path in TWIN else None
     assert twin is None or twin.definition.raw["requestBody"] == operation.definition.raw["requestBody"]
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+    @settings(max_examples=24, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
     @given(operation.as_strategy(generation_mode=mode))
     def fuzz(case: Any) -> None:
         fuzzed.check(case.call(headers=HEADERS, timeout=60))
@@ -625,30 +623,3 @@ async def test_a_worker_that_dies_does_not_change_the_stream(live: Cluster) -> N
                         live.kill("decode-0")
     assert got[-1] == "[DONE]"
     assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in got[:-1]) == text_of(toy_output(list(range(50)), max_tokens=300))
-
-
-# The checkpoint that ships
-
-
-async def test_the_shipped_model_answers_the_same_over_both_doors(tmp_path: Path) -> None:
-    with cluster(SHIPPED, "--engine.threads", "1") as tale:
-        question: list[Any] = [{"role": "user", "content": "Tell me a story about a hedgehog named Pim and an owl."}]
-        async with (
-            AsyncClient(tale.grpc) as grpc_client,
-            grpc_client.generate(messages=question, max_tokens=40, temperature=0.0) as stream,
-        ):
-            want = "".join([token.text async for token in stream]) + stream._assembly.held_back
-        async with openai.AsyncOpenAI(base_url=f"http://{tale.http}/v1", api_key="none", max_retries=0) as made:
-            (model,) = (await made.models.list()).data
-            assert model.id == "tale"
-            answer = await made.chat.completions.create(
-                model="tale", messages=question, max_tokens=40, temperature=0, logprobs=True, top_logprobs=3
-            )
-        (choice,) = answer.choices
-        assert choice.message.content == want and "Pim" in want
-        entries = choice.logprobs.content  # type: ignore[union-attr]
-        assert entries and "".join(entry.token for entry in entries if entry.bytes).strip() == want.strip()
-        assert all(entry.top_logprobs[0].token == entry.token and entry.logprob <= 0 for entry in entries), (
-            "greedy decoding picks the most likely token"
-        )
-        await tale.quiet()

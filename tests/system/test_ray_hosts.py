@@ -35,6 +35,7 @@ RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
+    "RAY_prestart_worker_first_driver": "0",  # as in a Ray that `baton up` starts: nothing here uses those workers
     # A host counts as dead after six seconds. By default Ray needs fifteen.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",

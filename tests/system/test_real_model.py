@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 from live_cluster import Cluster, cluster, killer
 from tokenizers import Tokenizer
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.system
 BLOCK = 16
 TOKENS = 60  # of each reference output; a request for fewer tokens is compared with its beginning
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, logprobs=3)
+WORDS = "Once upon a time there was a little fox who lived at the edge of a big forest. " * 6
 EXACT = ("--engine.products", "baton")  # where others multiply, a row's bits may depend on its batch
 
 
@@ -204,6 +206,44 @@ async def test_logprobs_equal_those_of_a_bare_engine(live: Cluster, bare: Bare) 
     assert_bits(answer, expected)
     for token, sampled in zip(answer.tokens, expected, strict=True):
         assert list(token.top) == [(id_, single(value)) for id_, value in sampled.top] and len(token.top) == 3
+
+
+async def test_several_answers_are_those_that_it_gives_alone(live: Cluster) -> None:
+    how: dict[str, Any] = {"max_tokens": 24, "temperature": 0.9, "logprobs": 2}
+    before = await asyncio.to_thread(live.counted, "baton_engine_forks_total")
+    async with live.client() as client:
+        alone = []
+        for choice in range(3):
+            async with client.generate(WORDS, seed=11 + choice, cache_salt=f"alone {choice}", **how) as stream:
+                alone.append([(token.id, token.logprob, token.top) async for token in stream])
+        together: dict[int, list[Any]] = {}
+        async with client.generate(WORDS, n=3, seed=11, **how) as stream:
+            async for token in stream:
+                together.setdefault(token.choice, []).append((token.id, token.logprob, token.top))
+    assert together == dict(enumerate(alone))
+    after = await asyncio.to_thread(live.counted, "baton_engine_forks_total")
+    assert after["decode"] - before["decode"] == 2
+    await live.quiet()
+
+
+async def test_both_doors_give_the_same_answer(live: Cluster) -> None:
+    question: list[Any] = [{"role": "user", "content": "Tell me a story about a hedgehog named Pim and an owl."}]
+    async with live.client() as client, client.generate(messages=question, max_tokens=40, temperature=0.0) as stream:
+        want = "".join([token.text async for token in stream]) + stream._assembly.held_back
+    async with openai.AsyncOpenAI(base_url=f"http://{live.http}/v1", api_key="none", max_retries=0) as made:
+        (model,) = (await made.models.list()).data
+        assert model.id == "tale"
+        answer = await made.chat.completions.create(
+            model="tale", messages=question, max_tokens=40, temperature=0, logprobs=True, top_logprobs=3
+        )
+    (choice,) = answer.choices
+    assert choice.message.content == want and "Pim" in want
+    entries = choice.logprobs.content  # type: ignore[union-attr]
+    assert entries and "".join(entry.token for entry in entries if entry.bytes).strip() == want.strip()
+    assert all(entry.top_logprobs[0].token == entry.token and entry.logprob <= 0 for entry in entries), (
+        "greedy decoding picks the most likely token"
+    )
+    await live.quiet()
 
 
 async def test_a_killed_worker_changes_no_bit(live: Cluster, bare: Bare) -> None:

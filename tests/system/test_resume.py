@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import httpx2
 import pytest
-from faulty_cluster import GREEDY, faulty
+from faulty_cluster import GREEDY, SHARED, faulty
 from live_cluster import Cluster, toy, toy_output
 
 from baton.client import AsyncClient, GenerateError, Result
@@ -32,7 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(model: Path) -> Iterator[Cluster]:
-    with faulty(model, prefill=1, decode=2) as running:
+    """Its router drains for a second when it is asked to end."""
+    with faulty(model, "", *SHARED, "--router.drain-s", "1", prefill=1, decode=2) as running:
         yield running
 
 
@@ -85,17 +86,16 @@ async def test_no_stream_is_lost_when_the_router_is_killed_again_and_again(live:
     await live.quiet()
 
 
-async def test_a_stream_that_outlives_a_drain_is_resumed(model: Path) -> None:
-    """The router drains for a second, and then ends the streams that are left."""
-    with faulty(model, "", "--router.drain-s", "1", prefill=0, decode=1) as live:
-        progress = {0: 0, 1: 0}
-        async with live.client() as client:
-            running = [asyncio.create_task(stream(client, number, progress, FEW)) for number in range(2)]
-            await advanced(progress, running)
-            await kill_router(live, signal.SIGTERM)
-            results = await asyncio.gather(*running)
-        assert [result.resumes for result in results] == [1, 1]
-        await live.quiet()
+async def test_a_stream_that_outlives_a_drain_is_resumed(live: Cluster) -> None:
+    """When its time is over, the router ends the streams that are left."""
+    progress = {0: 0, 1: 0}
+    async with live.client() as client:
+        running = [asyncio.create_task(stream(client, number, progress, FEW)) for number in range(2)]
+        await advanced(progress, running)
+        await kill_router(live, signal.SIGTERM)
+        results = await asyncio.gather(*running)
+    assert [result.resumes for result in results] == [1, 1]
+    await live.quiet()
 
 
 async def test_a_client_that_does_not_resume_loses_its_streams(live: Cluster) -> None:

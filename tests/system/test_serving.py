@@ -137,15 +137,6 @@ async def test_a_stop_string_across_tokens_ends_the_request_everywhere(live: Clu
     await live.quiet()
 
 
-async def test_a_deadline_ends_the_request_and_frees_everything(tmp_path: Path) -> None:
-    with cluster(toy(tmp_path / "toy", step_delay_ms=30)) as slow:
-        async with slow.client() as client:
-            with pytest.raises(GenerateError) as caught:
-                await ask(client, list(range(1, 100)), max_tokens=100, timeout_s=0.6)
-        assert caught.value.code == "DEADLINE_EXCEEDED"
-        await slow.quiet()
-
-
 async def test_a_cluster_without_prefill_workers_is_colocated(tmp_path: Path) -> None:
     with cluster(toy(tmp_path / "toy"), prefill=0) as colocated:
         async with colocated.client() as client:
@@ -177,30 +168,45 @@ def test_commands_print_results_and_errors(live: Cluster) -> None:
     assert wrong.returncode == 2 and "block_size" in wrong.stderr
 
 
-async def test_pools_can_be_resized_while_serving(tmp_path: Path) -> None:
-    with cluster(toy(tmp_path / "toy", step_delay_ms=5)) as live_:
-        stop = asyncio.Event()
-        served = 0
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One worker of each role, whose steps take 5 ms."""
+    with cluster(toy(tmp_path_factory.mktemp("slow") / "toy", step_delay_ms=5)) as running:
+        yield running
 
-        async def load(client: AsyncClient, seed: int) -> None:
-            nonlocal served
-            rng = random.Random(seed)
-            while not stop.is_set():
-                prompt = [rng.randrange(256) for _ in range(100)]
-                assert list((await ask(client, prompt)).token_ids) == toy_output(prompt)
-                served += 1
-                await asyncio.sleep(0.1)  # there is always a request on its way, and no core is kept busy
 
-        async with live_.client() as client, asyncio.TaskGroup() as group:
-            for seed in range(4):
-                group.create_task(load(client, seed))
-            try:
-                await asyncio.to_thread(_scale_and_wait, live_, 2, 3)
-                await asyncio.to_thread(_scale_and_wait, live_, 1, 1)
-            finally:
-                stop.set()
-        assert served > 4
-        await live_.quiet()
+async def test_a_deadline_ends_the_request_and_frees_everything(slow: Cluster) -> None:
+    """The whole answer would take three seconds."""
+    async with slow.client() as client:
+        with pytest.raises(GenerateError) as caught:
+            await ask(client, list(range(1, 100)), max_tokens=600, timeout_s=0.6)
+    assert caught.value.code == "DEADLINE_EXCEEDED"
+    await slow.quiet()
+
+
+async def test_pools_can_be_resized_while_serving(slow: Cluster) -> None:
+    stop = asyncio.Event()
+    served = 0
+
+    async def load(client: AsyncClient, seed: int) -> None:
+        nonlocal served
+        rng = random.Random(seed)
+        while not stop.is_set():
+            prompt = [rng.randrange(256) for _ in range(100)]
+            assert list((await ask(client, prompt)).token_ids) == toy_output(prompt)
+            served += 1
+            await asyncio.sleep(0.1)  # there is always a request on its way, and no core is kept busy
+
+    async with slow.client() as client, asyncio.TaskGroup() as group:
+        for seed in range(4):
+            group.create_task(load(client, seed))
+        try:
+            await asyncio.to_thread(_scale_and_wait, slow, 2, 3)
+            await asyncio.to_thread(_scale_and_wait, slow, 1, 1)
+        finally:
+            stop.set()
+    assert served > 4
+    await slow.quiet()
 
 
 def _scale_and_wait(live: Cluster, prefill: int, decode: int) -> None:
