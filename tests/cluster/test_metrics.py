@@ -2,11 +2,10 @@
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
@@ -189,14 +188,13 @@ class TestHistogram:
 
 # References in other files
 
-GENERATED = ["metric_table.py", "dashboard.py", "cli_table.py", "benchmark_tables.py", "rooms_picture.py", "api_fields.py"]
+GENERATED = ["metric_table", "dashboard", "cli_table", "benchmark_tables", "rooms_picture", "api_fields"]
 
 
 @pytest.mark.parametrize("script", GENERATED)
-def test_generated_files_are_current(script: str) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / script), "--check"], env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+def test_generated_files_are_current(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--check"])
+    import_module(script).main()  # exits with what is out of date
 
 
 def names_in(expression: str) -> set[str]:

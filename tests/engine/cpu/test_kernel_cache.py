@@ -14,7 +14,7 @@ from baton.engine.core.progress import Step, told_to
 from baton.engine.cpu import kernel_cache
 from baton.engine.cpu.apart import APART
 from baton.engine.cpu.kernel import KERNELS
-from baton.engine.cpu.kernel_cache import MOST_KEYS, OWN, Place, key_of, place_of, root
+from baton.engine.cpu.kernel_cache import GROUPS, MOST_KEYS, OWN, Place, key_of, place_of, root
 
 DOUBLE = """
 import sys
@@ -56,7 +56,7 @@ def test_a_kernel_is_known_by_its_content_not_by_its_path(tmp_path: Path) -> Non
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    assert [hits(name) for name in ("one", "one", "two", "changed")] == ["0", "1", "1", "0"]
+    assert [hits(name) for name in ("one", "two", "changed")] == ["0", "1", "0"]
     moved = tmp_path / "moved"
     (tmp_path / "kept").rename(moved)
     assert hits("one", BATON_KERNEL_CACHE=str(moved)) == "1", "an image copies the folder"
@@ -152,10 +152,25 @@ def test_the_place_is_the_users_own_and_writable(tmp_path: Path, monkeypatch: py
     assert root() == tmp_path / "ours"
 
 
-def test_the_number_of_kernels_is_known_before_they_are_compiled() -> None:
-    count = (
-        "import baton.engine.cpu.kernel as kernel; from baton.engine.cpu import compiled_ops, experts, groups, kv_int5, kv_int8; "
-        "print({group: next(numbers) - 1 for group, numbers in kernel._numbers.items()})"
-    )
-    done = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, timeout=500, check=True)
-    assert ast.literal_eval(done.stdout) == KERNELS
+LOADED = """
+import sys
+from baton.engine.cpu import compiled_ops, kernel
+print([name for name in sys.modules if name.startswith("baton.engine.cpu.")])
+from baton.engine.cpu import experts, groups, kv_int5, kv_int8
+print({group: next(numbers) - 1 for group, numbers in kernel._numbers.items()})
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> list[str]:
+    """What a process says that loads the operations of every model, and then all kernels: its modules, and their numbers."""
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=500, check=True)
+    return done.stdout.splitlines()
+
+
+def test_the_operations_of_every_model_load_no_kernel_that_only_some_need(loaded: list[str]) -> None:
+    assert not {f"baton.engine.cpu.{group}" for group in GROUPS} & set(ast.literal_eval(loaded[0]))
+
+
+def test_the_number_of_kernels_is_known_before_they_are_compiled(loaded: list[str]) -> None:
+    assert ast.literal_eval(loaded[1]) == KERNELS
