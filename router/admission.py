@@ -10,7 +10,7 @@ waits for several places: they would never be free together. `overload` sets wha
             queue until the last request is just in time. A standing queue (its waits have been longer than TARGET for a whole interval) is
             not a burst: it is kept to a SHARE of that length, because at the limit every error of the estimate is a miss. The more
             requests are refused, the shorter a queue keeps every place taken (`enough`), and the less of that length it may use. Whom a
-            better priority overtakes in such a flood makes room for it at once.
+            better priority overtakes in such a flood makes room for it at once, and a priority is refused while a better one is.
     lifo    Like codel, but in a standing queue the newest request of the lowest priority number goes first.
 
 The standing queue is CoDel's criterion (Nichols and Jacobson, "Controlling Queue Delay", ACM Queue 2012; RFC 8289). Serving the newest
@@ -133,6 +133,7 @@ class Admission:
         self._lines: dict[int, _Line] = {}  # by priority
         self._standing_since: float | None = None  # when the first of consecutive waits longer than the target was noted
         self._refusals: deque[float] = deque(maxlen=65536)  # times of the recent refusals
+        self._drowned = 0, -math.inf  # the best priority that a flood refused lately, and when: a worse one has no chance
 
     @property
     def requests(self) -> int:
@@ -156,6 +157,8 @@ class Admission:
             return Queued(sum(len(line.waiting) for line in lines) + list(self._lines[priority].waiting).index(request_id))
         late_by = self.late_by(priority, now, due, weight)
         if late_by is not None:
+            if self._floods(*self._waits(priority, now, due, weight), now) and (priority <= self._drowned[0] or self._dry(now)):
+                self._drowned = priority, now
             return self._refuse(late_by, now)
         lines, taken = self._before(priority), min(weight, self.places)
         if not lines and self._fits(weight):
@@ -172,14 +175,16 @@ class Admission:
     def late_by(self, priority: int = 0, now: float = 0.0, due: Due = ANY_TIME, weight: int = 1) -> float | None:
         """By how many seconds the wait of a new request is too long, less than 0 where only the queue has no room. None: `enter` would not
         refuse it. Nothing is decided by asking."""
-        lines = self._before(priority)
-        if not lines and self._fits(weight):
+        if self._fits(weight) and not self._before(priority):
             return None
-        ahead, room = sum(line.places for line in lines), self._room_s(due, now, now)
-        wait = (ahead + min(weight, self.places)) * self._turn_s
+        ahead, wait, room = self._waits(priority, now, due, weight)
         if self.queued >= self.room or wait > room * (SHARE if self.standing(now) else 1.0):
             return wait - room
-        return wait - FLOODED * room if self._floods(ahead, wait, room, now) else None
+        if self._floods(ahead, wait, room, now):
+            return wait - FLOODED * room
+        if priority > self._drowned[0] and not self._dry(now) and room < RECENTLY_S / FLOODED:
+            return self._drowned[1] + RECENTLY_S - now
+        return None
 
     def leave(self, request_id: str, now: float = 0.0) -> list[str]:
         """Removes a request that was served, failed, or stopped waiting. Returns those admitted now. An unknown id changes nothing."""
@@ -255,6 +260,15 @@ class Admission:
     def _before(self, priority: int) -> list[_Line]:
         """Of those who would go before a newcomer of this priority."""
         return [line for other, line in self._lines.items() if other <= priority]
+
+    def _waits(self, priority: int, now: float, due: Due, weight: int) -> tuple[int, float, float]:
+        """Places for those ahead of a newcomer, its wait, and how long it can wait."""
+        ahead = sum(line.places for line in self._before(priority))
+        return ahead, (ahead + min(weight, self.places)) * self._turn_s, self._room_s(due, now, now)
+
+    def _dry(self, now: float) -> bool:
+        """Whether no request has been refused lately because the queue is flooded."""
+        return now - self._drowned[1] >= RECENTLY_S
 
     def _floods(self, ahead: int, wait: float, room: float, now: float) -> bool:
         """Whether so many places for those ahead make a queue that is longer than it need be."""

@@ -334,6 +334,16 @@ def test_in_a_flood_a_better_priority_displaces_whom_it_overtakes() -> None:
     admission, now = flooded()
     for waiting in list(admission._waiting):
         admission.leave(waiting, now)
+    assert isinstance(admission.enter("low", 1, now, Due(deadline=now + 3.0)), Refused), "a better one has just been refused"
+    assert admission.enter("patient", 1, now, Due(deadline=now + 30.0)) == Queued(0), "who has time may wait"
+    admission.leave("patient", now)
+    later = now + 1.1
+    assert admission.enter("later", 1, later, Due(deadline=later + 3.0)) == Queued(0), "that is forgotten after a second"
+    admission.leave("later", now)
+    admission, now = flooded()
+    for waiting in list(admission._waiting):
+        admission.leave(waiting, now)
+    admission._drowned = 0, -math.inf
     low = [f"low {number}" for number in range(20)]
     taken = [name for name in low if isinstance(admission.enter(name, 1, now, Due(deadline=now + 3.0)), Queued)]
     answers = [admission.enter(f"urgent {number}", 0, now, Due(deadline=now + 3.0)) for number in range(len(taken) + 2)]

@@ -278,7 +278,12 @@ async def test_requests_that_are_refused_or_late_are_what_a_level_is_entered_for
     """And those that are wrong, or that a level refuses, are not."""
     judged: list[tuple[int, int]] = []
     degradation = house.journal.degradation
-    monkeypatch.setattr(degradation, "judge", lambda now, ended, met: judged.append((ended, met)) or 0)
+
+    def judge(now: float, ended: int, met: int) -> int:
+        judged.append((ended, met))
+        return 0
+
+    monkeypatch.setattr(degradation, "judge", judge)
     degradation.level = 2
     for body in ({**HELLO, "priority": 1}, {**HELLO, "max_tokens": -1}, HELLO):
         await house.post(CHAT, body)
