@@ -3,8 +3,10 @@ need them all, in one role and then in the other."""
 
 import asyncio
 import os
+import re
 import signal
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,6 +127,15 @@ def decode_json(done: Any) -> list[dict[str, Any]]:
 async def test_why_is_told_to_people(live: Cluster) -> None:
     done = await asyncio.to_thread(live.baton, "planner", "--why", "--name", live.name)
     assert done.returncode == 0 and "why: the load needs" in done.stdout and "settled after" in done.stdout
+
+
+def test_what_it_does_can_be_scraped(live: Cluster) -> None:
+    found = re.findall(r"metrics on (\S+)", live.log("planner-0"))
+    with urllib.request.urlopen(f"http://{found[-1]}/metrics", timeout=10) as answer:
+        told = answer.read().decode()
+    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in told.splitlines() if line.startswith("baton_planner_")}
+    assert values["baton_planner_leads"] == 1 and values['baton_planner_workers{count="serving",role="decode"}'] >= 1
+    assert values['baton_planner_changes_total{action="flip",outcome="settled"}'] >= 1
 
 
 async def test_a_planner_that_is_killed_changes_nothing(live: Cluster) -> None:
