@@ -54,7 +54,7 @@ from baton.simulate.pools import SimulatedPools
 from baton.simulate.workers import Times
 
 SLO = SloConfig(ttft_s=7.0, tpot_s=0.055)
-START_S, EVERY_S, ENOUGH, STRIDE = 15.0, 15.0, 0.9, 64
+START_S, EVERY_S, ENOUGH = 15.0, 15.0, 0.9
 CHUNK, SEQS, KV_BLOCKS = 2048, 64, 3600  # what 96 GB leave beside the weights
 CONFIG = PlannerConfig(
     budget=8, interval_s=10, cooldown_s=10.0, hold_s=60.0, cold_s=5.0, stale_s=40.0, start_timeout_s=90.0, flip_timeout_s=30.0,
@@ -142,7 +142,7 @@ class Arm:
     def __init__(self, sent: list[Sent], sizes: Serving) -> None:
         self.sent, self.model = sent, model()
         self.sizes = Sizes(sizes.prefill, sizes.decode, SEQS, KV_BLOCKS, CHUNK, max_queue=512)
-        self.cluster = SimulatedCluster(self.sizes, Times.of(self.model.profile), RouterConfig(max_queue=4096), SLO, stride=STRIDE)
+        self.cluster = SimulatedCluster(self.sizes, Times.of(self.model.profile), RouterConfig(max_queue=4096), SLO, large=True)
         self.pools = SimulatedPools(self.cluster, self.sizes, START_S)
         self.doors = SimulatedDoors(self.cluster, self.pools)
         self.failed = 0

@@ -47,10 +47,13 @@ class Answer:
     recomputed_tokens: int = 0
 
 
+OnTokens = Callable[..., None]  # (how many tokens have arrived, and when each did, on the loop's clock, if that is not now)
+
+
 class Door(Protocol):
     """An endpoint that generates. One implementation for each protocol."""
 
-    async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:
+    async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: OnTokens) -> Answer:
         """Calls `on_tokens(n)` as n tokens arrive. The answer says what went wrong; an exception is recorded as a failed request."""
 
 
@@ -181,8 +184,8 @@ class _Loop:
         number, sent = next(self._numbers), self._now()
         times: list[float] = []
 
-        def on_tokens(count: int) -> None:
-            times.extend([self._now()] * count)
+        def on_tokens(count: int, at: Sequence[float] = ()) -> None:
+            times.extend([each - self._begun for each in at] if at else [self._now()] * count)
 
         if self.live.in_flight >= self._max_in_flight:
             answer = Answer("refused", GENERATOR_FULL)
@@ -214,7 +217,7 @@ class _Loop:
         self._nobody = self._nobody + 1 if answer.reason == NO_SERVER else 0
         return answer
 
-    async def _ask(self, item: Item, prompt: list[int], on_tokens: Callable[[int], None]) -> Answer:
+    async def _ask(self, item: Item, prompt: list[int], on_tokens: OnTokens) -> Answer:
         """If the door raises, the request failed. It must not disappear, or the arm that loses the most requests would look best."""
         self.live.in_flight += 1
         try:

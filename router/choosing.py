@@ -76,7 +76,7 @@ class Choosing:
             if not place.may_look and not begun:
                 await self._hint(request, failed)
             while True:
-                if self._model.decode_workers() and not await place.called(min(request.deadline, until) - self._clock()):
+                if self._model.count("decode") and not await place.called(min(request.deadline, until) - self._clock()):
                     raise no_room(request, self._clock(), self._config.queue_timeout_s)
                 await self.turn(request)
                 found = choose()
@@ -113,13 +113,13 @@ class Choosing:
             self._hints.tell(request.arrival, self._model.members.record(hint.worker), keys[: hint.blocks], request.deadline - now)
 
     def _call(self) -> None:
-        self._room.call(everybody=not self._model.decode_workers())
+        self._room.call(everybody=not self._model.count("decode"))
 
     async def turn(self, request: Request) -> None:
         """Waits until the work for the request's keys fits into a turn of the event loop: all streams of a worker may fail at once."""
         served = self._model.served
         keys = len(request.tokens) // served.block_size if served else 0
-        await self._turns.enter(keys + KEYS_A_WORKER * len(self._model.decode_workers()))
+        await self._turns.enter(keys + KEYS_A_WORKER * self._model.count("decode"))
 
     async def turn_to_send(self, request: Request) -> None:
         """To put a long prompt into a message takes as long as to choose a worker for it: they share no turn."""
@@ -128,13 +128,13 @@ class Choosing:
 
     async def _wait_for_workers(self, request: Request, failed: set[Identity]) -> None:
         """Returns when there is a decode worker. A new request is refused immediately; a request that has begun waits for one to appear."""
-        if self._model.decode_workers() and not failed:
+        if self._model.count("decode") and not failed:
             return
         if request.trace.retries == 0 and not request.output_len:
             raise BatonError(Reason.NO_WORKER, "no decode worker is ready")
         until = self._clock() + self._config.recover_wait_s
         failed.clear()  # a worker that failed once is better than none
-        while not self._model.decode_workers():
+        while not self._model.count("decode"):
             now = self._clock()
             if now >= request.deadline:
                 raise too_late(request, "while no decode worker was available")

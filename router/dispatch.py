@@ -37,7 +37,7 @@ from router.outliers import Stride
 from router.poison import Poison
 from router.policy import TERMS, Choice, Identity
 from router.prompt_lease import Joined, PromptLease, Started
-from router.request import NEAR_DEADLINE_S, Failure, Request, Scores, Tokens, emitted, too_late
+from router.request import NEAR_DEADLINE_S, Failure, Request, Scores, Timed, Tokens, emitted, too_late
 from router.request_log import RequestLog, name
 from router.served import ServedModel
 from router.uncached import Explainer, Prompt, Sought
@@ -321,6 +321,10 @@ class Dispatcher:
                         trace.handoff += event.handoff
                         self.conduct.handed_over(holder, worker, event.handoff)
                         self._note_whole(request, event.cached_tokens, started)
+                        yield event
+                        continue
+                    if isinstance(event, Timed):
+                        stride.come_each(event.times)
                         yield event
                         continue
                     stride.come(len(event), self._clock())

@@ -38,7 +38,7 @@ class Gate:
         self._numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._judged_at = -math.inf
-        self._places: tuple[int, int | None] = (-1, None)  # a version of the view, and what its workers take
+        self._places: tuple[int, int | None] = (-1, None)  # a shape of the view, and what its workers take
 
     @property
     def idle(self) -> bool:
@@ -126,8 +126,8 @@ class Gate:
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
     def _count_places(self) -> int | None:
-        if self._places[0] != self._model.members.version:
-            self._places = self._model.members.version, places(self._model)
+        if self._places[0] != self._model.members.shape:
+            self._places = self._model.members.shape, places(self._model)
         return self._places[1]
 
     def _drop_hopeless(self) -> None:

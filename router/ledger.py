@@ -29,17 +29,20 @@ class Ledger:
         self._places: dict[str, str] = {}  # request → worker
         self._sums: dict[str, dict[tuple[int, int], _Sum]] = {}  # worker → incarnation and epoch → what started then and has not ended
 
-    def start(self, request_id: str, worker: str, task: Task) -> None:
-        self.end(request_id)
+    def start(self, request_id: str, worker: str, task: Task) -> str | None:
+        """Returns the worker on which the request was until now, as `end` does."""
+        before = self.end(request_id)
         self._places[request_id], self._tasks[request_id] = worker, task
         total = self._sums.setdefault(worker, {}).setdefault((task.incarnation, task.since), _Sum())
         total.tokens += task.tokens
         total.requests += 1
+        return before
 
-    def end(self, request_id: str) -> None:
+    def end(self, request_id: str) -> str | None:
+        """Returns the worker on which it was."""
         worker = self._places.pop(request_id, None)
         if worker is None:
-            return
+            return None
         task, sums = self._tasks.pop(request_id), self._sums[worker]
         total = sums[task.incarnation, task.since]
         total.tokens -= task.tokens
@@ -48,6 +51,7 @@ class Ledger:
             del sums[task.incarnation, task.since]
         if not sums:
             del self._sums[worker]
+        return worker
 
     def tokens(self, record: WorkerRecord, since: int = 0) -> int:
         """Tokens on the process that `record` describes. What an earlier process of that name had is lost."""

@@ -150,10 +150,17 @@ class Members:
         self._prefills = Ledger()
         self._decodes = Ledger()
         self._listeners: list[Callable[[], None]] = []
+        self._followers: list[set[str]] = []
 
     def listen(self, listener: Callable[[], None]) -> None:
         """It is called after each change."""
         self._listeners.append(listener)
+
+    def follow(self) -> set[str]:
+        """A set that gets the name of each member whose load or work changes; it is the caller's to empty. What else changes shows in
+        `shape`."""
+        self._followers.append(names := set[str]())
+        return names
 
     def update(self, records: Iterable[WorkerRecord], now: float) -> list[Change]:
         """`records`: the registry's members at time `now` (seconds, always on the same clock). Returns who is new and who is gone. The
@@ -235,12 +242,14 @@ class Members:
         member.record = replace(member.record, state=state, load=load, roles=roles or member.record.roles)
         if news:
             member.covers = epoch
+        self._touch(name)
         self._change((member.record.state, member.record.roles, member.health) != before)
 
     def note_others(self, name: str, incarnation: int, tokens: int, now: float) -> None:
         """Notes how many uncached tokens of other routers' prompts a process had at a probe."""
         if member := self._member(name, incarnation):
             member.others_tokens, member.others_at = tokens, now
+            self._touch(name)
 
     def note_prefill(self, name: str, incarnation: int, token_s: float) -> None:
         """Notes how long a process took for each token of a prompt that it computed."""
@@ -311,7 +320,7 @@ class Members:
 
     def end_prefill(self, request_id: str) -> None:
         """Call it however the work ended. An unknown request changes nothing."""
-        self._prefills.end(request_id)
+        self._touch(self._prefills.end(request_id))
 
     def start_decode(self, request_id: str, worker: str, tokens: int) -> None:
         """`tokens`: the most that the sequence may reach, prompt included."""
@@ -319,7 +328,7 @@ class Members:
 
     def end_decode(self, request_id: str) -> None:
         """Call it however the work ended. An unknown request changes nothing."""
-        self._decodes.end(request_id)
+        self._touch(self._decodes.end(request_id))
         self.tell()
 
     def prefill_tokens(self, worker: str, now: float) -> float:
@@ -329,6 +338,10 @@ class Members:
         member = self._members[worker]
         computed = (now - member.others_at) / member.token_s if member.token_s else 0.0
         return self._prefills.tokens(member.record) + max(0.0, member.others_tokens - computed)
+
+    def shared(self, worker: str) -> bool:
+        """Whether `prefill_tokens` of a member depends on the time."""
+        return self._members[worker].others_tokens > 0
 
     def unreported_decode_tokens(self, worker: str) -> int:
         """Tokens of our decodes on a member that its reported load does not show yet."""
@@ -348,7 +361,8 @@ class Members:
         return member if member is not None and member.record.incarnation == incarnation else None
 
     def _start(self, ledger: Ledger, request_id: str, worker: str, tokens: int) -> None:
-        ledger.start(request_id, worker, Task(self._members[worker].record.incarnation, tokens, self._epoch))
+        self._touch(ledger.start(request_id, worker, Task(self._members[worker].record.incarnation, tokens, self._epoch)))
+        self._touch(worker)
 
     def _note(self, record: WorkerRecord, before: int, present: set[str]) -> list[Change]:
         """`before`: the epoch of the last update. A report that this update brings was written after it."""
@@ -385,6 +399,11 @@ class Members:
                 del self._members[name]
                 changes.append(Left(member.record))
         return changes
+
+    def _touch(self, name: str | None) -> None:
+        if name in self._members:
+            for names in self._followers:
+                names.add(name)
 
     def _change(self, shape: bool = True) -> None:
         self.version += 1

@@ -28,8 +28,8 @@ number of times that the worker was put aside, at most `LONGEST` times; each 2 `
 """
 
 import math
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -112,6 +112,12 @@ class Stride:
             if wait > self._waits[1]:
                 self._waits[1], self._tokens[1] = wait, tokens
         self._came = now
+
+    def come_each(self, times: Sequence[float]) -> None:
+        """`come` and `leave` of tokens that came at these moments, each to a reader that waited. Those of one moment came together."""
+        for now, tokens in Counter(times).items():
+            self.come(tokens, now)
+            self._left = now
 
     def leave(self, now: float) -> None:
         assert self._came is not None

@@ -45,6 +45,7 @@ from typing import TypeVar
 
 from baton.cluster.records import WorkerRecord
 from router.served import ServedModel
+from router.standings import decode_cost
 
 LOADED = "loaded prefix"
 AHEAD = 4  # a worker gets a quarter more sequences than it runs, so that it never waits for the next one
@@ -128,7 +129,7 @@ def choose_prefill(
     tie: int = 0,
 ) -> Choice | Bypass | NoWorker | Saturated:
     """Returns NoWorker only if there is no decode worker at all. An excluded one counts: it may be back by the time of the decode."""
-    if not model.decode_workers():
+    if not model.count("decode"):
         return NoWorker()
     held = _held(model, keys, now, terms)
     decoder = _choose_decode(model, held, longest, exclude, terms, tie)
@@ -136,14 +137,18 @@ def choose_prefill(
         return Saturated()
     if decoder is not None and not _holds(model.members.record(decoder.name), prompt_tokens):
         return Bypass("longer than the pool")
-    workers = [worker for worker in model.prefill_workers() if _identity(worker) not in exclude and _holds(worker, prompt_tokens)]
-    if not workers:
+    ranked = not exclude and prompt_tokens <= model.standings.room
+    workers = [] if ranked else [w for w in model.prefill_workers() if _identity(w) not in exclude and _holds(w, prompt_tokens)]
+    if not (model.count("prefill") if ranked else workers):
         return Bypass("no prefill worker")
     if decoder is not None:
         missing = prompt_tokens - held.counted(decoder.name, decoder.overlap, model.members.record(decoder.name).block_size)
         if missing <= terms.bypass_tokens:
             return Bypass("cached" if prompt_tokens > terms.bypass_tokens else "short")
-    best = _best_prefill(model, workers, held, prompt_tokens, now, exclude, terms, tie)
+    if ranked:
+        best = _ranked_prefill(model, held, prompt_tokens, now, terms, tie)
+    else:
+        best = _best_prefill(model, workers, held, prompt_tokens, now, exclude, terms, tie)
     if decoder is not None and best.worker == decoder.name:
         return Bypass("same worker")  # it serves both roles
     return replace(best, most=_holding_most(held))
@@ -231,8 +236,8 @@ def _holding_most(held: Held) -> Cached | None:
 
 def _most_cached(model: ServedModel, held: Held, exclude: Collection[Identity], terms: Terms, tie: int) -> Cached | None:
     """Of what can be lent, that which saves most. A worker is asked for what its pool has, or for what its tiers have, too."""
-    workers = {worker.name: worker for worker in (*model.prefill_workers(), *model.decode_workers())}
-    lenders = [worker for _, worker in sorted(workers.items()) if worker.lends and _identity(worker) not in exclude]
+    holding = sorted(name for name in held.device.keys() | held.anywhere.keys() if model.serves(name))
+    lenders = [worker for worker in map(model.members.record, holding) if worker.lends and _identity(worker) not in exclude]
     size = lenders[0].block_size if lenders else 1
     cached = [Cached(worker.name, blocks) for worker in lenders if (blocks := held.device.get(worker.name, 0))]
     for worker in lenders:
@@ -272,6 +277,32 @@ def _best_prefill(
     return _lowest(choices, lambda c: (c.cost, waiting[c.worker], c.source is not None), tie)
 
 
+def _ranked_prefill(model: ServedModel, held: Held, prompt_tokens: int, now: float, terms: Terms, tie: int) -> Choice:
+    """`_best_prefill` of all prefill workers. Those that hold nothing of the prompt differ in what waits there alone."""
+    most = _most_cached(model, held, frozenset(), terms, tie) if terms.fetch_tokens else None
+    standings = model.standings
+    places, names, ranks = standings.places["prefill"], standings.names["prefill"], standings.prefill
+    apart = {places[name] for name in held.device.keys() | held.anywhere.keys() if name in places} | standings.sharing
+
+    def choice(place: int) -> tuple[tuple[float, float, bool], Choice]:
+        worker = model.members.record(names[place])
+        waiting = model.members.prefill_tokens(worker.name, now)
+        found = _prefill_choice(model, worker, held, waiting, prompt_tokens, most, terms)
+        return (found.cost, waiting, found.source is not None), found
+
+    judged = {place: choice(place)[0] for place in apart}
+    lowest = min(judged.values(), default=None)
+    least, equal = ranks.first(apart), 0
+    if least is not None:
+        key, _ = choice(ranks.nth(least, 0, apart))
+        if lowest is None or key <= lowest:
+            lowest, equal = key, ranks.count(least, apart)
+    same = [place for place, its in judged.items() if its == lowest]
+    number = tie % (equal + len(same))
+    place = ranks.nth(least, number, apart, same) if equal and least is not None else sorted(same)[number]
+    return choice(place)[1]
+
+
 def _prefill_choice(
     model: ServedModel, worker: WorkerRecord, held: Held, waiting: float, prompt_tokens: int, most: Cached | None, terms: Terms
 ) -> Choice:
@@ -300,10 +331,13 @@ class _Candidate:
 def _choose_decode(
     model: ServedModel, held: Held, longest: int, exclude: Collection[Identity], terms: Terms, tie: int
 ) -> _Candidate | Saturated | None:
+    ranked = not exclude and model.standings.queued < terms.max_queue
+    if ranked and (found := _ranked_decode(model, held, longest, terms, tie)) is not None:
+        return found
     workers = [worker for worker in model.decode_workers() if _identity(worker) not in exclude]
     if not workers:
         return None
-    if model.prefill_workers():
+    if model.count("prefill"):
         held = replace(held, anywhere={})  # who decodes gets the KV of the prompt: what it loads itself is its own choice
     open_ = [_candidate(model, worker, held, terms) for worker in workers if worker.load.waiting < terms.max_queue]
     if not open_:
@@ -312,6 +346,27 @@ def _choose_decode(
     if fitting:
         return _lowest(fitting, lambda c: (c.cost, -c.credit), tie)
     return _lowest(open_, lambda c: (-c.credit, c.cost), tie)
+
+
+def _ranked_decode(model: ServedModel, held: Held, longest: int, terms: Terms, tie: int) -> _Candidate | None:
+    """`_choose_decode` of all decode workers. None: none has enough credit, which is left to that."""
+    if model.count("prefill") and held.anywhere:
+        held = replace(held, anywhere={})
+    standings = model.standings
+    places, names, ranks = standings.places["decode"], standings.names["decode"], standings.decode
+    apart = [places[name] for name in held.device.keys() | held.anywhere.keys() if name in places]
+    judged = {place: _candidate(model, model.members.record(names[place]), held, terms) for place in apart}
+    fitting = {place: (each.cost, float(-each.credit)) for place, each in judged.items() if each.credit >= longest}
+    lowest = min(fitting.values(), default=None)
+    least, equal = ranks.first(apart, lambda key: -key[1] >= longest), 0
+    if least is not None and (lowest is None or least <= lowest):
+        lowest, equal = least, ranks.count(least, apart)
+    same = [place for place, its in fitting.items() if its == lowest]
+    if not equal + len(same):
+        return None
+    number = tie % (equal + len(same))
+    place = ranks.nth(least, number, apart, same) if equal and least is not None else sorted(same)[number]
+    return judged.get(place) or _candidate(model, model.members.record(names[place]), held, terms)
 
 
 def _lowest(candidates: Sequence[T], key: Callable[[T], tuple[float, ...]], tie: int) -> T:
@@ -338,9 +393,8 @@ def _candidate(model: ServedModel, worker: WorkerRecord, held: Held, terms: Term
     if overlap or reach:  # of a thousand workers, few have any of a prompt
         loaded = held.counted(worker.name, reach, size) - _load_cost(model, worker, held, terms) if reach else 0.0
         known = max(held.counted(worker.name, overlap, size), loaded)
-    credit = worker.load.credit_tokens - model.members.unreported_decode_tokens(worker.name)
-    promised = worker.kv_blocks * size - credit
-    return _Candidate(worker.name, overlap, promised + worker.load.waiting_tokens - terms.overlap_weight * known, credit)
+    cost, credit = decode_cost(model.members, worker)
+    return _Candidate(worker.name, overlap, cost - terms.overlap_weight * known, credit)
 
 
 def _identity(worker: WorkerRecord) -> Identity:

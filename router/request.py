@@ -2,9 +2,10 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from baton.cluster.errors import BatonError, Reason
@@ -139,6 +140,15 @@ class Trace:
             self.first_at = now
         self.last_at = now
 
+    def note_tokens(self, times: Sequence[float]) -> None:
+        """`note_token` at each of these moments."""
+        if not self.first_at:
+            self.first_at = self.last_at = times[0]
+            times = times[1:]
+        self.gaps.extend(map(itl, chain((self.last_at,), times), times))
+        if times:
+            self.last_at = times[-1]
+
 
 def name_the_stage(error: BatonError, trace: Trace) -> None:
     """Adds to a DEADLINE where the request was when its time ran out, and how it was spent, unless it says that of another choice. The
@@ -195,6 +205,13 @@ class Scores:
 
 
 Tokens = tuple[Token, ...]  # successive ones that were ready together; at least one
+
+
+class Timed(tuple[Token, ...]):
+    """Tokens, and the moments, on the request's clock, at which they came: told together afterwards by workers that are modelled
+    (`baton.simulate`). Moments that are equal are those of tokens that were ready together."""
+
+    times: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +332,10 @@ class Request:
                 self.scores.append(each)
 
     def grow(self, tokens: Tokens) -> None:
+        if isinstance(tokens, Timed):  # nothing of them was guessed
+            self.tokens += [token.id for token in tokens]
+            self.trace.note_tokens(tokens.times)
+            return
         for token in tokens:
             self.tokens.append(token.id)
             self.trace.note_token()

@@ -10,6 +10,7 @@ from baton.cluster.records import RoleName, WorkerRecord
 from baton.engine.core.speculation import NOTHING_OFFERED, Offer
 from router.members import Members
 from router.prefix_index import PrefixIndex
+from router.standings import Standings
 from router.trust import Trust
 
 
@@ -46,6 +47,8 @@ class ServedModel:
         self._version = self._shape = -1  # of the members, for what follows: many requests choose between two changes
         self._usable: dict[RoleName, list[WorkerRecord]] = {}
         self._names: dict[RoleName, list[str]] = {}  # of those
+        self._serving: set[str] = set()  # of both roles
+        self._standings: Standings | None = None  # made when a worker is chosen
         self._pools: dict[RoleName, tuple[tuple[str, int], ...]] = {}
 
     def judge(self, workers: Collection[WorkerRecord]) -> list[Refused]:
@@ -64,11 +67,37 @@ class ServedModel:
 
     def prefill_workers(self) -> list[WorkerRecord]:
         """Those that a request can be sent to, sorted by name."""
-        return self._usable_of("prefill")
+        return self.workers("prefill")
 
     def decode_workers(self) -> list[WorkerRecord]:
         """Those that a request can be sent to, sorted by name."""
-        return self._usable_of("decode")
+        return self.workers("decode")
+
+    def workers(self, role: RoleName) -> list[WorkerRecord]:
+        """Those that a request can be sent to, sorted by name."""
+        names = self._names_of(role)
+        if role not in self._usable:
+            self._usable[role] = self.members.find_all(names)
+        return self._usable[role]
+
+    @property
+    def standings(self) -> Standings:
+        """Of the workers that a request can be sent to, as they are now."""
+        if self._standings is None:
+            self._standings = Standings(self.members)
+        self._standings.renew(self._names_of)
+        return self._standings
+
+    def serves(self, name: str) -> bool:
+        """Whether a request can be sent to this member."""
+        self._renew()
+        if not self._serving:
+            self._serving = {*self._names_of("prefill"), *self._names_of("decode")}
+        return name in self._serving
+
+    def count(self, role: RoleName) -> int:
+        """How many these are."""
+        return len(self._names_of(role))
 
     def pool(self, role: RoleName) -> tuple[tuple[str, int], ...]:
         """The processes that could serve a role, those included that are hung or put aside."""
@@ -121,15 +150,14 @@ class ServedModel:
         if self._shape != self.members.shape:
             self._shape = self.members.shape
             self._names.clear()
+            self._serving = set()
             self._pools.clear()
 
-    def _usable_of(self, role: RoleName) -> list[WorkerRecord]:
+    def _names_of(self, role: RoleName) -> list[str]:
         self._renew()
-        if role not in self._usable:
-            if role not in self._names:
-                self._names[role] = [record.name for record in self._find_usable(role)]
-            self._usable[role] = self.members.find_all(self._names[role])
-        return self._usable[role]
+        if role not in self._names:
+            self._names[role] = [record.name for record in self._find_usable(role)]
+        return self._names[role]
 
     def _find_usable(self, role: RoleName) -> list[WorkerRecord]:
         usable = [member for member in self.members.answering(role) if self._fits(member.record.name)]

@@ -40,13 +40,13 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 FILLING = ("add", "end", "drop")
 # Listeners, and what follows from the rest.
 LEFT_OUT = {
-    "Members": frozenset({"_listeners"}),
-    "ServedModel": frozenset({"_usable", "_pools"}),
+    "Members": frozenset({"_listeners", "_followers"}),
+    "ServedModel": frozenset({"_usable", "_pools", "_serving", "_standings"}),
     "PrefixIndex": frozenset({"_tables", "_shared"}),
 }
 DEFAULTS: Mapping[str, Callable[[], Mapping[str, Any]]] = {
-    "Members": lambda: {"_listeners": []},
-    "ServedModel": lambda: {"_usable": {}, "_pools": {}},
+    "Members": lambda: {"_listeners": [], "_followers": []},
+    "ServedModel": lambda: {"_usable": {}, "_pools": {}, "_serving": set(), "_standings": None},
     "PrefixIndex": lambda: {"_tables": [{} for _ in range(TABLES)], "_shared": {}},
 }
 # The modules whose classes a recording of a router may name.

@@ -249,6 +249,7 @@ PURE = (
     "baton/engine/vllm/block_events.py", "baton/engine/vllm/desk.py", "baton/engine/vllm/ledger.py",
     "baton/attempts.py", "baton/launch/patience.py", "baton/launch/placing.py", "baton/launch/pods.py",
     "baton/cluster/awake.py", "baton/worker/stall.py",
+    "router/standings.py", "baton/simulate/jumps.py", "baton/simulate/flight.py",
     "router/policy.py", "router/poison.py", "router/view.py", "router/members.py", "router/ledger.py", "router/served.py",
     "kvtransfer/choose.py", "kvtransfer/nixl_link.py", "router/prompt_lease.py",
     "router/degradation.py", "router/outliers.py", "router/retry_budget.py",

@@ -65,6 +65,9 @@ class Simulating:
         None
     )
     draws: Annotated[int, typer.Option(min=0, help="Runs with other numbers that fit the measurements as well, for the intervals.")] = 8
+    large: Annotated[
+        bool, typer.Option("--large", help="For many workers: no heartbeats, probes or processor time of each token, and steps in jumps.")
+    ] = False
 
 
 @takes(Profiling, Sheet)
@@ -93,7 +96,7 @@ def simulate(asked: Simulating, sheet: Sheet, target: Target, measured: Measured
 
         seen = _profile(asked, sheet)
         plan = plan_of(target.slo, measured, None, load)
-        campaign, told = simulated(plan, _setting(asked, seen), seen, target.rate, asked.draws)
+        campaign, told = simulated(plan, _setting(asked, seen), seen, target.rate, asked.draws, asked.large)
         if told.warning:
             out.print(told.warning, style="bold", markup=False, soft_wrap=True)
         table = Fitting(("simulated", "value", "90 % interval"), left=("simulated",), prose=())

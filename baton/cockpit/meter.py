@@ -1,14 +1,14 @@
 """What a run does while it runs: one point a second, from what the client sees and what the workers tell. No clock of its own: the caller
 passes times in, so it measures real and virtual time alike."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from baton.clock import loop_time
 from baton.stages import tpot
 from loadtest.distribution import percentile
-from loadtest.drive import Answer, Door
+from loadtest.drive import Answer, Door, OnTokens
 
 
 class Looked(NamedTuple):
@@ -72,20 +72,20 @@ class MeteredDoor:
     def __init__(self, door: Door, meter: Meter) -> None:
         self._door, self._meter = door, meter
 
-    async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:
+    async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: OnTokens) -> Answer:
         meter, sent = self._meter, loop_time()
         first = last = 0.0
         count = 0
 
-        def note(tokens: int) -> None:
+        def note(tokens: int, at: Sequence[float] = ()) -> None:
             nonlocal first, last, count
-            last = loop_time()
+            last = at[-1] if at else loop_time()
             if not count:
-                first = last
+                first = at[0] if at else last
                 meter.firsts.append(first - sent)
             count += tokens
             meter.tokens += tokens
-            on_tokens(tokens)
+            on_tokens(tokens, at)
 
         meter.in_flight += 1
         try:

@@ -17,6 +17,7 @@ class SimulatedDoors:
         self._cluster, self._pools = cluster, pools
 
     async def counts(self) -> list[Interval]:
+        await self._cluster.fleet.ask()
         journals = [router.journal for router in self._cluster.routers]
         for journal in journals:
             for entry in journal.open_entries:

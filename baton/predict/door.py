@@ -1,14 +1,14 @@
 """The door of a simulated cluster: the load test asks it as it asks a real one."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from baton.cluster.errors import BatonError, Reason
 from baton.profile.file import Profile
 from baton.simulate.cluster import SimulatedCluster
 from baton.simulate.cores import Thread
 from baton.stages import STAGES, TOLD
-from loadtest.drive import DEADLINE, Answer
+from loadtest.drive import DEADLINE, Answer, OnTokens
 from router.request import Request
 
 REFUSED = {Reason.SATURATED, Reason.INVALID_FIELD}  # said before anything is computed
@@ -21,20 +21,22 @@ class SimulatedDoor:
         self._cluster, self._client = cluster, client
         self._path_s = profile.values("path")["request"]
         cost = profile.values("client")
-        self._request_s, self._token_s = cost["request"], cost["token"]
+        self._request_s, self._token_s = cost["request"], 0.0 if cluster.large else cost["token"]
         self._turn = 0
 
-    async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: Callable[[int], None]) -> Answer:
+    async def ask(self, prompt: Sequence[int], output_tokens: int, timeout_s: float, on_tokens: OnTokens) -> Answer:
         router, self._turn = self._turn % len(self._cluster.routers), self._turn + 1
         came: asyncio.Queue[int] = asyncio.Queue()
-        told = came.put_nowait if self._token_s else on_tokens
         reader = asyncio.create_task(self._read(came, on_tokens)) if self._token_s else None
         begun = False
 
-        def note(tokens: int) -> None:
+        def note(tokens: int, at: Sequence[float]) -> None:
             nonlocal begun
             begun = True
-            told(tokens)
+            if reader is None:
+                on_tokens(tokens, at)
+            else:
+                came.put_nowait(tokens)
 
         try:
             await self._client.work(self._request_s)
@@ -50,7 +52,7 @@ class SimulatedDoor:
                 reader.cancel()
         return _answer(request)
 
-    async def _read(self, came: "asyncio.Queue[int]", on_tokens: Callable[[int], None]) -> None:
+    async def _read(self, came: "asyncio.Queue[int]", on_tokens: OnTokens) -> None:
         while tokens := await came.get():
             await self._client.work(tokens * self._token_s)
             on_tokens(tokens)

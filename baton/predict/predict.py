@@ -87,11 +87,13 @@ class Prediction:
         return f"Outside of what was validated: {'; '.join(self.doubts)}." if self.doubts else ""
 
 
-def run(setting: Setting, profile: Profile, offer: Offer, stride: int = 1, collects: bool = False, decode: Profile | None = None) -> Run:
-    """Always the same for the same arguments. `stride`: see `SimulatedCluster`. `decode`: of decode workers, if theirs is another one."""
+def run(
+    setting: Setting, profile: Profile, offer: Offer, large: bool = False, collects: bool = False, decode: Profile | None = None
+) -> Run:
+    """Always the same for the same arguments. `large`: see `SimulatedCluster`. `decode`: of decode workers, if theirs is another one."""
 
     async def main() -> Run:
-        async with standing(setting, profile, Times.of(profile, decode=decode), stride) as (_, door):
+        async with standing(setting, profile, Times.of(profile, decode=decode), large) as (_, door):
             return await drive(
                 offer.items, offer.times, door, duration_s=offer.window.duration_s, timeout_s=offer.timeout_s, collects=collects
             )
@@ -101,29 +103,29 @@ def run(setting: Setting, profile: Profile, offer: Offer, stride: int = 1, colle
 
 @asynccontextmanager
 async def standing(
-    setting: Setting, profile: Profile, times: Times, stride: int = 1
+    setting: Setting, profile: Profile, times: Times, large: bool = False
 ) -> AsyncIterator[tuple[SimulatedCluster, SimulatedDoor]]:
     """A cluster, and the door to it, once it is ready. Within a loop of virtual time."""
     cores = Own() if setting.cores is None else Cores(setting.cores, profile.values("sharing")["pair"] or 1.0)
-    cluster = SimulatedCluster(setting.sizes, times, setting.router, setting.slo, setting.routers, cores, stride)
+    cluster = SimulatedCluster(setting.sizes, times, setting.router, setting.slo, setting.routers, cores, large)
     async with cluster.watched():
         await asyncio.sleep(1.0)  # the first records have been read, and the first probes answered
         yield cluster, SimulatedDoor(cluster, profile, Thread(cores))
 
 
 def predict(
-    setting: Setting, profile: Profile, offer: Offer, slo: Slo, draws: int = DRAWS, seed: int = 0, stride: int = 1,
+    setting: Setting, profile: Profile, offer: Offer, slo: Slo, draws: int = DRAWS, seed: int = 0, large: bool = False,
     decode: Profile | None = None,
 ) -> Prediction:  # fmt: skip
-    """`draws`: further runs, for the intervals; 0: each interval is its figure. `stride`, `decode`: see `run`. Two profiles are wrong
+    """`draws`: further runs, for the intervals; 0: each interval is its figure. `large`, `decode`: see `run`. Two profiles are wrong
     together: what both assume is the same."""
     rng = random.Random(seed)
-    first = run(setting, profile, offer, stride, decode=decode)
+    first = run(setting, profile, offer, large, decode=decode)
     summary = _summary(first, offer, slo)
     others = []
     for _ in range(draws):
         drawn, unlike = _drawn(profile, decode, rng)
-        others.append(_summary(run(setting, drawn, offer, stride, decode=unlike), offer, slo))
+        others.append(_summary(run(setting, drawn, offer, large, decode=unlike), offer, slo))
     figures = {}
     for name, of in FIGURES.items():
         if (value := of(summary)) is not None:

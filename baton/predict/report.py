@@ -19,13 +19,14 @@ def offer_of(plan: Plan, rate: float, seed: int) -> tuple[Offer, dict[str, int]]
     return Offer(items, times, plan.window, plan.timeout_s), dict(skipped)
 
 
-def simulate(plan: Plan, setting: Setting, profile: Profile, rate: float, draws: int) -> tuple[Campaign, Prediction]:
-    """One run for each seed of the plan; the first also with other profiles, for the intervals. Raises WorkloadError and ValueError."""
+def simulate(plan: Plan, setting: Setting, profile: Profile, rate: float, draws: int, large: bool = False) -> tuple[Campaign, Prediction]:
+    """One run for each seed of the plan; the first also with other profiles, for the intervals. `large`: see `SimulatedCluster`. Raises
+    WorkloadError and ValueError."""
     probes, skipped, first = [], dict[str, int](), None
     for seed in plan.seeds:
         offer, left = offer_of(plan, rate, seed)
         skipped |= left
-        told = predict(setting, profile, offer, plan.slo, draws if first is None else 0)
+        told = predict(setting, profile, offer, plan.slo, draws if first is None else 0, large=large)
         first = first or told
         probes.append(Probe(ARM, rate, seed, told.run.records, told.run.due, offer.window.duration_s, partial=told.run.partial))
     assert first is not None  # a plan has seeds

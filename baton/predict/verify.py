@@ -15,7 +15,6 @@ from baton.simulate.cluster import Sizes
 from loadtest.slo import Slo
 from loadtest.summary import Summary
 
-STRIDE = 16  # steps that are simulated as one while nothing comes or ends
 TRIES = 3  # times that a configuration gets another worker where it does not hold
 
 
@@ -50,7 +49,7 @@ def _late_first(summary: Summary) -> bool:
 
 def _predicted(one: Configuration, asked: Question, offer: Offer, slo: Slo, draws: int) -> Prediction:
     setting, (profile, decode) = _setting(one, asked, offer)
-    told = predict(setting, profile, offer, slo, draws, stride=STRIDE, decode=decode)
+    told = predict(setting, profile, offer, slo, draws, large=True, decode=decode)
     return replace(told, doubts=tuple(dict.fromkeys((*told.doubts, *doubts(setting, decode, offer)))))
 
 

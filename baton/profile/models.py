@@ -61,6 +61,17 @@ def step_seconds(numbers: Mapping[str, float], form: Form, work: Work) -> float:
     return numbers["step"] + mixed + (rows + read if form == "sum" else max(rows, read))
 
 
+def decode_seconds(numbers: Mapping[str, float], form: Form, decodes: int, context: int, steps: int) -> list[float]:
+    """Of so many steps in which the same sequences decode, `step_seconds` of each, to the last bit. `context`: of the first."""
+    zero = Work(decodes=decodes)
+    rows = numbers["tokens"] * zero.tokens + numbers["decodes"] * decodes + numbers["pairs"] * zero.pairs
+    read, each, step = numbers["read"], numbers["context"], numbers["step"] + 0.0
+    contexts = range(context, context + steps * decodes, decodes)
+    if form == "sum":
+        return [step + (rows + (read + each * now)) for now in contexts]
+    return [step + max(rows, read + each * now) for now in contexts]
+
+
 def works_of_prompt(tokens: int, cached: int, chunk: int) -> list[Work]:
     """The steps that compute a prompt with nothing else: `cached` of its tokens are known, `chunk` fit into a step."""
     works = []

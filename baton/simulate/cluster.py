@@ -2,7 +2,7 @@
 workers' engines but for their steps."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -18,6 +18,7 @@ from baton.engine.core.limits import Batching, Limits
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.speculation import Offer
 from baton.simulate.cores import Computes
+from baton.simulate.feed import FedIndex
 from baton.simulate.memory_registry import MemoryRegistry
 from baton.simulate.onlooker import Onlooker
 from baton.simulate.workers import Fleet, ModelledWorkers, Times
@@ -27,7 +28,7 @@ from router.dispatch import Dispatcher
 from router.gate import Gate
 from router.journal import Journal
 from router.live import SAMPLE_EVERY_S
-from router.request import Request
+from router.request import Request, Timed
 from router.validate import Ask, AskSampling
 from router.view import ClusterView
 from router.watch import Watch
@@ -72,6 +73,9 @@ class SimulatedRouter:
     ) -> None:
         self.workers = workers
         self.view = ClusterView({"model": TOKENIZER})
+        if workers.feed is not None:
+            self.view.models["model"].index = FedIndex(workers.feed)
+            workers.feed.views.append(self.view)
         self.view.update(records, loop_time())
         model = self.view.models["model"]
         self.watch = Watch(self.view, registry, workers, config.hang_s)
@@ -96,9 +100,10 @@ class SimulatedRouter:
         max_tokens: int,
         timeout_s: float = 60.0,
         priority: int = 0,
-        told: Callable[[int], None] = lambda tokens: None,
+        told: Callable[[int, Sequence[float]], None] = lambda tokens, times: None,
     ) -> Request:
-        """One request, from its arrival to its last token. Calls `told` with how many tokens have come. Raises BatonError."""
+        """One request, from its arrival to its last token. Calls `told` with how many tokens have come,
+        and with the moment of each if that is not now. Raises BatonError."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         with self.journal.open("text_completion", request_id, clock=loop_time) as entry:
             deadline = loop_time() + timeout_s
@@ -110,9 +115,7 @@ class SimulatedRouter:
                 request = Request(request_id, list(prompt), len(prompt), params, "", deadline, entry.trace, priority=priority)
                 entry.request = request
                 async for tokens in self._dispatcher.generate(request):
-                    for _ in tokens:
-                        entry.trace.note_token()
-                    told(len(tokens))
+                    told(len(tokens), tokens.times if isinstance(tokens, Timed) else ())
                 request.trace.watch.stop()
                 entry.finish = request.finish
         return request
@@ -129,15 +132,19 @@ class SimulatedCluster:
         slo: SloConfig | None = None,
         routers: int = 1,
         cores: Computes | None = None,
-        stride: int = 1,
+        large: bool = False,
+        jumps: bool = True,
     ) -> None:
-        """`cores`: which all processes share; None: each has its own. `stride` above 1 is for large clusters: so many steps of a decode at
-        most are simulated as one (`ModelledEngine`), and routers hear of workers as `baton.simulate.onlooker` has it."""
+        """`cores`: which all processes share; None: each has its own. `large`: routers hear of workers as `baton.simulate.onlooker` has
+        it, a token takes no processor time of a router or of a worker beside its steps, and steps are jumped over
+        (`baton.simulate.jumps`), unless `jumps` is False or cores are shared: then the simulation takes longer, and is the same."""
         roles: tuple[tuple[RoleName, int], ...] = (("prefill", sizes.prefill), ("decode", sizes.decode))
         self.records = [worker(f"{role}-{number}", role, sizes) for role, size in roles for number in range(size)]
         self.registry = MemoryRegistry(now=loop_time)
-        self.fleet = Fleet(self.records, times, self.registry, sizes.limits, cores, stride)
-        self._light = stride > 1
+        if large:
+            times = replace(times, router=(times.router[0], 0.0), worker=(times.worker[0], 0.0))
+        self.fleet = Fleet(self.records, times, self.registry, sizes.limits, cores, large, jumps)
+        self.large = large
         seen = [ModelledWorkers(self.fleet, f"router-{number}") for number in range(routers)]
         self.routers = [SimulatedRouter(self.records, workers, self.registry, config, slo or SloConfig()) for workers in seen]
         self._numbers = count()
@@ -148,10 +155,10 @@ class SimulatedCluster:
         failures: list[BaseException] = []
         tasks = Tasks(failures.append)
         await self.beat()
-        if not self._light:
+        if not self.large:
             tasks.start(self._beat(beat_s), "heartbeats")
         for router in self.routers:
-            onlooker = Onlooker(router.view, self.registry, self.fleet) if self._light else router.watch
+            onlooker = Onlooker(router.view, self.fleet) if self.large else router.watch
             tasks.start(onlooker.run(), "watch")
             if router.degrades:
                 tasks.start(router.judge(), "levels")
@@ -167,7 +174,7 @@ class SimulatedCluster:
         """Every worker writes its record into the registry, as it does every `redis.heartbeat_s`."""
         for record in list(self.records):
             worker = self.fleet.workers[record.name]
-            load = worker.load_now() if self._light else await worker.load()
+            load = worker.load_now() if self.large else await worker.load()
             await self.registry.join(replace(worker.record, load=load))
 
     async def _beat(self, every_s: float) -> None:
@@ -182,7 +189,7 @@ class SimulatedCluster:
         timeout_s: float = 60.0,
         priority: int = 0,
         router: int = 0,
-        told: Callable[[int], None] = lambda tokens: None,
+        told: Callable[[int, Sequence[float]], None] = lambda tokens, times: None,
     ) -> Request:
         """See `SimulatedRouter.ask`. Ids are r0, r1, …"""
         return await self.routers[router].ask(f"r{next(self._numbers)}", prompt, max_tokens, timeout_s, priority, told)

@@ -1,29 +1,29 @@
 """Our own engine in the event loop's time: scheduler, blocks and prefix cache are the real ones. A step computes nothing, and takes as long
-as a model of it says."""
+as a model of it says. Steps in which nothing is decided may be jumped over (`baton.simulate.jumps`)."""
 
 import asyncio
-from bisect import bisect_right
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from itertools import accumulate
 
-from baton.clock import loop_time
 from baton.engine.core.commands import Commands, facts
 from baton.engine.core.contract import Facts, Listener
-from baton.engine.core.drafting import Ask, Drafter
-from baton.engine.core.engine import Engine
+from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Chunk, Tokens
 from baton.engine.core.sampling import Sampled
-from baton.engine.core.sequence import Sequence
+from baton.engine.core.sequence import Sequence, State
 from baton.profile.file import Profile
-from baton.profile.models import Work, pairs_of, step_seconds
+from baton.profile.models import Work, decode_seconds, pairs_of, step_seconds
 from baton.simulate.cores import Computes, Own
+from baton.simulate.jumps import VOCABULARY, Jump, plain_steps
+from baton.simulate.virtual_time import VirtualLoop
 
-T = TypeVar("T")
-VOCABULARY = 1 << 16
+MOST_STEPS = 4096  # of one jump
+KEPT = 4096  # ends of steps, before those that nobody waits for are dropped
 ROOM_S = 0.05  # after it, an engine in which nothing fits looks again
 
 
@@ -59,29 +59,13 @@ class ProfiledPace:
     """How long a step takes by a profile, in seconds."""
 
     def __init__(self, profile: Profile) -> None:
-        self._numbers, self._form = profile.values("step"), profile.form
+        self.numbers, self._form = profile.values("step"), profile.form
 
     def __call__(self, work: Work) -> float:
-        return step_seconds(self._numbers, self._form, work)
+        return step_seconds(self.numbers, self._form, work)
 
-
-class Stride(Drafter):
-    """Makes one step of the engine do what `count` steps would: it guesses that each sequence goes on as the modelled runner says it does,
-    so all guesses are right. How long these steps take is counted apart (`ModelledEngine`)."""
-
-    def __init__(self) -> None:
-        self.count = 1
-
-    def most(self, seqs: Seq[Sequence], rows: int) -> Seq[int]:
-        return [self.count - 1] * len(seqs) if self.count > 1 else ()
-
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
-        return [tuple(said(ask.seq, i) for i in range(ask.most)) for ask in asks]
-
-
-def said(seq: Sequence, after: int) -> int:
-    """The token that comes so many tokens after the known ones: tokens say nothing, each is its position."""
-    return (len(seq.tokens) + after) % VOCABULARY
+    def decodes(self, decodes: int, context: int, steps: int) -> list[float]:
+        return decode_seconds(self.numbers, self._form, decodes, context, steps)
 
 
 class ModelledRunner:
@@ -102,39 +86,139 @@ class ModelledRunner:
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         self.step_s = self.pace(work_of(batch))
-        return [tuple(Sampled(said(chunk.seq, i)) for i in range(1 + len(chunk.drafts))) if chunk.samples else () for chunk in batch]
+        return [(Sampled(len(chunk.seq.tokens) % VOCABULARY),) if chunk.samples else () for chunk in batch]
+
+    def decodes(self, decodes: int, context: int, steps: int) -> list[float]:
+        """How long each of so many steps takes in which the same sequences decode. `context`: of the first."""
+        if isinstance(self.pace, ProfiledPace):
+            return self.pace.decodes(decodes, context, steps)
+        return [self.pace(Work(0, 0.0, decodes, context + step * decodes)) for step in range(steps)]
 
     def copy(self, source: int, target: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What steps brought for a sequence: a token for each of `ends`, when its step ended. `output`: the last one, if it says more than its
+    token, or something else."""
+
+    seq: Sequence
+    ends: Iterable[float] = ()
+    output: Output | None = None
+
+
+@dataclass(slots=True)
+class Untold:
+    """The tokens of sequences that decode, of which nobody has been told. A sequence that decodes has a token of each step, so that the
+    ends of all steps say when, and where its own begin."""
+
+    ends: "array[float]" = field(default_factory=lambda: array("d"))  # of the steps so far
+    dropped: int = 0  # of those, from the first on
+    since: dict[Sequence, int] = field(default_factory=dict)  # the number of the first step that was not told
+
+    @property
+    def steps(self) -> int:
+        return self.dropped + len(self.ends)
+
+    def take(self, seq: Sequence) -> "array[float]":
+        """The ends of its steps."""
+        since = self.since.pop(seq, None)
+        return array("d") if since is None else self.ends[since - self.dropped :]
+
+    def extend(self, seqs: Iterable[Sequence], ends: Iterable[float]) -> None:
+        """Steps in which they decoded."""
+        number = self.steps
+        for seq in seqs:
+            self.since.setdefault(seq, number)
+        self.ends.extend(ends)
+
+    def trim(self) -> None:
+        if len(self.ends) > KEPT:
+            self.since = {seq: number for seq, number in self.since.items() if seq.state is State.RUNNING}
+            least = min(self.since.values(), default=self.steps) - self.dropped
+            if 2 * least > len(self.ends):
+                del self.ends[:least]
+                self.dropped += least
+
+
+class Bell:
+    """What `Commands` rings when somebody asks for something."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self.set = ring
 
 
 class ModelledEngine(Commands):
     """A `baton.engine.core.contract.ServingEngine` that needs no thread: a task of the event loop steps it."""
 
-    _wake: asyncio.Event
-
-    def __init__(self, runner: ModelledRunner, limits: Limits, listener: Listener, cores: Computes | None = None, stride: int = 1) -> None:
-        """`stride`: while all sequences decode and nobody asks for anything, so many steps at most are simulated as one. They take as long
-        and yield the same tokens, which are told together when the last one has ended."""
+    def __init__(
+        self, runner: ModelledRunner, limits: Limits, listener: Listener, tell: Callable[[Told], None], cores: Computes | None = None,
+        number: int = 0, jumps: bool = False,
+    ) -> None:  # fmt: skip
+        """`tell`: what steps bring, in place of the listener's `on_step`. `number`: its place among engines whose steps end at one moment.
+        `jumps`: steps may be jumped over, and tokens of decodes are told when their sequence ends, or when somebody asks for them (`ask`);
+        needs processor time of its own."""
         max_len = min(runner.max_positions, runner.pool.num_blocks * runner.layout.block_size)
-        self._stride, self._most_steps = Stride(), stride
-        super().__init__(Engine(runner, limits, max_len, drafter=self._stride if stride > 1 else None), listener)
-        self._runner = runner
-        self._cores = cores or Own()
-        self._wake = asyncio.Event()
-        self._laps = 0
+        super().__init__(Engine(runner, limits, max_len), listener)
+        self._runner, self._tell, self.number = runner, tell, number
+        self._cores = None if isinstance(cores, Own) or cores is None else cores
+        self._wake = Bell(self._ring)  # type: ignore[assignment]
+        self._jumps = jumps and self._cores is None
+        self._jump: Jump | None = None
+        self._untold = Untold()
+        self.awaited: set[Sequence] = set()  # sequences whose first token is told at once
+        self.told_at = 0.0  # the moment of what the listener's `on_cache` gets
+        self.touches = 0  # commands, and steps that were not jumped over
+        self.changes: Callable[[], None] = lambda: None  # called when a jump begins that changes the prefix cache
+        self._laps = self._last = self._preemptions = 0  # `_last`: steps of the last jump
         self._busy_since: float | None = None
+        self._sleeping: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None  # of the end of what is under way
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        """Within a loop of virtual time."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self._loop = loop
+        self._task = loop.create_task(self._run())
 
     def activity(self) -> tuple[int, float | None, float | None]:
-        return self._laps, self._busy_since, None
+        return self._laps + (self._jump.under_way(self._loop.time()) if self._jump else 0), self._busy_since, None
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+
+    def facts(self) -> Facts:
+        """`look` without waiting for a step to end."""
+        if self._jump is not None:
+            self._jump.settle(self._jump.under_way(self._loop.time()))
+        return facts(self._engine)
+
+    def ask(self, *seqs: Sequence) -> None:
+        """Tells the tokens that these sequences have by now, or all."""
+        now, jump = self._loop.time(), self._jump
+        if jump is not None:
+            self._untold.extend(jump.seqs, jump.ended(now))
+        for seq in seqs or list(self._untold.since):
+            if ends := self._untold.take(seq):
+                self._tell(Told(seq, ends))
+
+    @property
+    def next_change(self) -> tuple[Jump, int, float] | None:
+        """The next step of the jump under way that changes the prefix cache, and when it ends."""
+        jump = self._jump
+        step = jump.next_change if jump is not None else None
+        return None if jump is None or step is None else (jump, step, jump.ends[step - 1])
+
+    def reach(self, jump: Jump, step: int) -> bool:
+        """A step of a jump has ended. Returns False if there was no such step, or all has been done."""
+        if self._jump is not jump or step > jump.steps:
+            return False
+        jump.reach(step)
+        return True
 
     async def _run(self) -> None:
         try:
@@ -144,73 +228,117 @@ class ModelledEngine(Commands):
             self._refuse()
 
     async def _work(self) -> None:
-        engine = self._engine
+        engine, runner = self._engine, self._runner
         while True:
             while self._commands:
+                self.touches += 1
                 self._execute()
             if engine.idle:
-                self._wake.clear()
-                await self._wake.wait()
+                await self._sleep()
+                continue
+            now = self._busy_since = self._loop.time()
+            if self._jumps and (ends := self._plain(now)):
+                await self._leap(now, ends)
                 continue
             self._laps += 1
-            self._busy_since, self._runner.step_s = loop_time(), 0.0
-            if (steps := self._plain_steps()) > 1:
-                self._stride.count = await self._pass(steps)
-                outputs = engine.step(loop_time())
-                self._stride.count = 1
-            else:
-                outputs = engine.step(loop_time())
-                await self._cores.work(self._runner.step_s)
+            self.touches += 1
+            runner.step_s = 0.0
+            outputs = engine.step(now)
+            await self._pass(now, runner.step_s)
             self._busy_since = None
             self._publish_cache()
             if outputs:
-                self._listener.on_step(outputs)
-            elif not self._runner.step_s:
-                await self._room()
+                self._note(outputs)
+            elif not runner.step_s:
+                await self._sleep(ROOM_S)  # no sequence fits: only a command can change that
 
-    def _plain_steps(self) -> int:
-        """How many steps at most will do nothing but decode the same sequences, if nobody asks for anything."""
-        if self._most_steps == 1:
-            return 1
-        scheduler = self._engine.scheduler
-        running, block = scheduler.running, self._engine.block_size
-        room = self._engine.pool.available >= len(running) * (1 + self._most_steps // block)
-        if scheduler.waiting or not running or not room or not all(seq.decoding for seq in running):
-            return 1
-        budget = scheduler.limits.max_num_batched_tokens // len(running)
-        return min(self._most_steps, budget, *(seq.remaining for seq in running))
+    def _plain(self, now: float) -> list[float]:
+        """The ends of steps that can be jumped over. Where commands come often, few are planned."""
+        running = self._engine.scheduler.running
+        steps = plain_steps(self._engine, min(MOST_STEPS, 8 * self._last + 32)) if self.awaited.isdisjoint(running) else 0
+        if not steps:
+            return []
+        seconds = self._runner.decodes(len(running), sum([seq.computed for seq in running]), steps)
+        return list(accumulate(seconds, initial=now))[1:] if min(seconds) > 0 else []
 
-    async def _pass(self, steps: int) -> int:
-        """Waits until so many steps of the running sequences have ended, or the one in which a command comes. Returns how many did."""
-        running, pace = self._engine.scheduler.running, self._runner.pace
-        batch, context, ends, end = len(running), sum(seq.computed for seq in running), list[float](), 0.0
-        for step in range(steps):
-            end += pace(Work(decodes=batch, context=context + step * batch))
-            ends.append(end)
-        began = loop_time()
-        self._wake.clear()
+    async def _leap(self, began: float, ends: list[float]) -> None:
+        jump = self._jump = Jump(self._engine, began, ends, self._publish_at)
+        self.changes()
+        await self._end(ends[-1])
+        jump.settle(jump.steps)
+        self._untold.extend(jump.seqs, jump.ended(self._loop.time()))
+        self._jump, self._busy_since = None, None
+        self._laps += jump.steps
+        self._last = jump.steps
+
+    async def _pass(self, began: float, seconds: float) -> None:
+        if self._cores is not None:
+            await self._cores.work(seconds)
+        elif seconds > 0:
+            await self._end(began + seconds)
+
+    async def _end(self, when: float) -> None:
+        """Waits for the end of a step. `_ring` may set another."""
+        self._ended = self._loop.create_future()
+        self._timer = self._loop.at_first(when, self.number, self._note_end)
         try:
-            async with asyncio.timeout(end):
-                await self._wake.wait()
-        except TimeoutError:
-            return steps
-        passed = loop_time() - began
-        done = min(bisect_right(ends, passed), steps - 1)
-        await asyncio.sleep(max(0.0, ends[done] - passed))
-        return done + 1
+            await self._ended
+        finally:
+            self._timer.cancel()
 
-    def facts(self) -> Facts:
-        """`look` without waiting for a step to end."""
-        return facts(self._engine)
+    def _note_end(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
 
-    async def _room(self) -> None:
-        """No sequence fits: only a command can change that."""
-        self._wake.clear()
+    async def _sleep(self, seconds: float | None = None) -> None:
+        """Until somebody asks for something."""
+        self._sleeping = self._loop.create_future()
+        timer = None if seconds is None else self._loop.call_later(seconds, self._wake_up)
         try:
-            async with asyncio.timeout(ROOM_S):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
+            await self._sleeping
+        finally:
+            self._sleeping = None
+            if timer is not None:
+                timer.cancel()
+
+    def _wake_up(self) -> None:
+        if self._sleeping is not None and not self._sleeping.done():
+            self._sleeping.set_result(None)
+
+    def _ring(self) -> None:
+        self._wake_up()
+        if (jump := self._jump) is not None and self._timer is not None:
+            before = jump.steps
+            end = jump.end_after(jump.under_way(self._loop.time()))
+            if jump.steps < before:
+                self._timer.cancel()
+                self._timer = self._loop.at_first(end, self.number, self._note_end)
+
+    def _note(self, outputs: list[Output]) -> None:
+        """A step has ended."""
+        now, untold = self._loop.time(), self._untold
+        if not self._jumps:
+            for output in outputs:
+                self._tell(Told(output.seq, () if output.sampled is None else (now,), output))
+            return
+        if self._engine.counts.preemptions > self._preemptions:
+            self._preemptions = self._engine.counts.preemptions
+            for seq in [seq for seq in untold.since if seq.state is State.WAITING]:
+                self._tell(Told(seq, untold.take(seq)))
+        untold.extend([output.seq for output in outputs if output.sampled is not None], (now,))
+        for output in outputs:
+            seq = output.seq
+            if output.sampled is None or seq.state is not State.RUNNING or seq in self.awaited:
+                self.awaited.discard(seq)
+                self._tell(Told(seq, untold.take(seq), output))
+        untold.trim()
+
+    def _publish_cache(self) -> None:
+        self._publish_at(self._loop.time())
+
+    def _publish_at(self, moment: float) -> None:
+        self.told_at = moment
+        super()._publish_cache()
 
     def _post(self, function: Callable[..., None], *args: object) -> None:
         function(*args)

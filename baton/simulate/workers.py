@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from baton.clock import loop_time
@@ -15,16 +16,19 @@ from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from baton.cluster.registry import Registry
 from baton.engine.core.block_key import root_key
 from baton.engine.core.contract import CacheEvent, Facts, Listener
-from baton.engine.core.engine import Output, Refused
+from baton.engine.core.engine import Refused
 from baton.engine.core.limits import Limits
-from baton.engine.core.sequence import Sequence
+from baton.engine.core.sequence import Finish, Sequence, State
 from baton.profile.file import Profile
 from baton.profile.models import Work
 from baton.simulate.cores import Computes, Own, Thread
-from baton.simulate.engine import ModelledEngine, ModelledRunner, Pace, ProfiledPace
+from baton.simulate.engine import ModelledEngine, ModelledRunner, Pace, ProfiledPace, Told
+from baton.simulate.feed import Feed
+from baton.simulate.flight import Flight
+from baton.simulate.virtual_time import MESSAGES, until
 from baton.worker.prompts import Prompts
 from baton.worker.refusal import failure, refusal
-from router.request import FinishReason, Request, Token
+from router.request import Request, Token
 from router.workers import Adopted, Answer, CachePage, DecodeEvent, Ended, FirstToken, PrefillEvent, Source
 
 ROOM_POLL_S = 0.02
@@ -55,29 +59,34 @@ class Times:
 
 
 class ModelledWorker:
-    def __init__(self, record: WorkerRecord, times: Times, registry: Registry, limits: Limits, cores: Computes, stride: int) -> None:
+    def __init__(self, record: WorkerRecord, fleet: "Fleet", number: int) -> None:
+        """`number`: its place among the workers."""
         self.record = record
-        self.thread = Thread(cores)  # of its event loop
-        self._registry, self._travel_s = registry, times.travel_s
+        self.thread = Thread(fleet.cores)  # of its event loop
+        self._fleet = fleet
         self._cached: asyncio.Queue[list[CacheEvent]] = asyncio.Queue()
         self.prompts = Prompts()
-        self._told: dict[str, asyncio.Queue[Output]] = {}  # sequence → what its steps brought
+        self._told: dict[Sequence, asyncio.Queue[Told]] = {}  # what steps brought
+        times = fleet.times
         pace = times.decode_pace if record.role == "decode" and times.decode_pace else times.pace
         runner = ModelledRunner(pace, record.kv_blocks, record.block_size, record.max_model_len)
-        self.engine = ModelledEngine(runner, limits, Listener(self._on_step, self._cached.put_nowait, self._on_failure), cores, stride)
+        listener = Listener(lambda outputs: None, self._on_cache, self._on_failure)
+        self.engine = ModelledEngine(runner, fleet.limits, listener, self._on_told, fleet.cores, number, fleet.jumps)
+        if fleet.feed is not None:
+            self.engine.changes = partial(fleet.feed.expect, self.engine)
         self.engine.start()
-        self._publishing = asyncio.create_task(self._publish())
+        self._publishing = asyncio.create_task(self._publish()) if fleet.feed is None else None
 
     @asynccontextmanager
-    async def outputs(self, seq: Sequence) -> AsyncIterator["asyncio.Queue[Output]"]:
+    async def outputs(self, seq: Sequence) -> AsyncIterator["asyncio.Queue[Told]"]:
         """What the steps bring for a sequence. A BatonError is raised for what the engine refuses."""
-        queue = self._told[seq.id] = asyncio.Queue()
+        queue = self._told[seq] = asyncio.Queue()
         try:
             yield queue
         except Refused as error:
             raise refusal(error) from None
         finally:
-            del self._told[seq.id]
+            del self._told[seq]
 
     async def load(self) -> Load:
         return _load(await self.engine.look())
@@ -87,23 +96,32 @@ class ModelledWorker:
         return _load(self.engine.facts())
 
     async def close(self) -> None:
-        self._publishing.cancel()
+        if self._publishing is not None:
+            self._publishing.cancel()
         await self.engine.close()
 
-    def _on_step(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            if queue := self._told.get(output.seq.id):
-                queue.put_nowait(output)
+    def _on_told(self, told: Told) -> None:
+        if (queue := self._told.get(told.seq)) is not None:
+            queue.put_nowait(told)
+
+    def _on_cache(self, events: list[CacheEvent]) -> None:
+        if (feed := self._fleet.feed) is None:
+            self._cached.put_nowait(events)
+        else:
+            feed.send(self._events(events), self.engine)
+
+    def _events(self, events: list[CacheEvent]) -> list[BlockEvent]:
+        name, incarnation = self.record.name, self.record.incarnation
+        return [BlockEvent(name, incarnation, each.sequence, each.kind, each.keys, each.medium) for each in events]
 
     def _on_failure(self, error: BaseException) -> None:
         raise error
 
     async def _publish(self) -> None:
-        name, incarnation = self.record.name, self.record.incarnation
         while True:
             found = await self._cached.get()
-            await asyncio.sleep(self._travel_s)
-            await self._registry.publish([BlockEvent(name, incarnation, e.sequence, e.kind, e.keys, e.medium) for e in found])
+            await asyncio.sleep(self._fleet.times.travel_s)
+            await self._fleet.registry.publish(self._events(found))
 
 
 class Fleet:
@@ -116,13 +134,16 @@ class Fleet:
         registry: Registry,
         limits: Limits,
         cores: Computes | None = None,
-        stride: int = 1,
+        large: bool = False,
+        jumps: bool = True,
     ) -> None:
-        """`cores`: shared by all; None: each process has its own. `stride`: see `ModelledEngine`."""
-        self.times = times
+        """`cores`: shared by all; None: each process has its own. `large`, `jumps`: see `SimulatedCluster`."""
+        self.times, self.registry, self.limits = times, registry, limits
         self.cores = cores or Own()
-        self._registry, self._limits, self._stride = registry, limits, stride
+        self.feed = Feed(times.travel_s) if large else None
+        self.jumps = jumps and large
         self.workers: dict[str, ModelledWorker] = {}
+        self._places = count()
         for record in records:
             self.add(record)
         self.numbers = count(1)
@@ -130,7 +151,13 @@ class Fleet:
 
     def add(self, record: WorkerRecord) -> None:
         """A worker that starts to serve now."""
-        self.workers[record.name] = ModelledWorker(record, self.times, self._registry, self._limits, self.cores, self._stride)
+        self.workers[record.name] = ModelledWorker(record, self, next(self._places))
+
+    async def ask(self) -> None:
+        """Whoever asks for outputs is told all that has come by now."""
+        for worker in self.workers.values():
+            worker.engine.ask()
+        await asyncio.sleep(0)  # they wait for it, and take it in the next turn
 
     async def remove(self, name: str) -> None:
         """It must be `idle`, and no router may choose it any more."""
@@ -162,6 +189,8 @@ class ModelledWorkers:
         self._fleet, self._asker = fleet, asker
         self._thread = Thread(fleet.cores)  # of the router
         self._times, self._workers, self._leases = fleet.times, fleet.workers, fleet.leases
+        self.feed = fleet.feed
+        self._costs = fleet.times.router[1] > 0 or fleet.times.worker[1] > 0  # of tokens
 
     async def prefill(
         self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None, uncached_tokens: int = 0
@@ -174,19 +203,16 @@ class ModelledWorkers:
                 with here.prompts.present(self._asker, uncached_tokens):
                     came = loop_time()
                     await here.engine.add(seq)
-                    while _chunk(output := await outputs.get()):
-                        pass
-                    token = _token(output)
+                    token, finish = await _first(outputs)
                 ended, started = loop_time(), seq.started_at or came
-                if output.finish is None:
+                if finish is None:
                     handle = f"{worker.name} {seq.id}".encode()
                     self._leases[handle] = worker.name, seq.id
             finally:
                 if not handle:
-                    here.engine.forget(seq.id)
+                    _forget(here, seq)
             await self._travel(here, tokens=1)
-        finish: FinishReason | None = output.finish.value if output.finish else None
-        yield FirstToken(token, handle, finish, seq.cached, 1000 * (started - came), 1000 * (ended - started))
+        yield FirstToken(token, handle, finish.value if finish else None, seq.cached, 1000 * (started - came), 1000 * (ended - started))
 
     async def decode(
         self,
@@ -201,6 +227,8 @@ class ModelledWorkers:
         async with here.outputs(seq) as outputs, _deadline(timeout_s):
             await self._travel(here, request=True)
             try:
+                if not handle:
+                    here.engine.awaited.add(seq)
                 await self._place(here, seq, handle, [fork.seq for fork in forks])
                 if handle:
                     yield Adopted(Handoff(transport="model"))
@@ -208,33 +236,54 @@ class ModelledWorkers:
                     async for event in events:
                         yield event
             finally:
-                here.engine.forget(seq.id)
+                _forget(here, seq)
 
     def fork(self, worker: WorkerRecord, request: Request, timeout_s: float) -> "ModelledFork":
         here, seq = self._workers[worker.name], self._sequence(request)
 
         async def events() -> AsyncGenerator[DecodeEvent, None]:
+            here.engine.awaited.add(seq)
             async with here.outputs(seq) as outputs, _deadline(timeout_s):
                 try:
                     async with aclosing(self._told(here, seq, outputs, False)) as told:
                         async for event in told:
                             yield event
                 finally:
-                    here.engine.forget(seq.id)
+                    _forget(here, seq)
 
         return ModelledFork(seq, events, lambda: here.engine.forget(seq.id))
 
     async def _told(
-        self, here: ModelledWorker, seq: Sequence, outputs: "asyncio.Queue[Output]", read: bool
+        self, here: ModelledWorker, seq: Sequence, outputs: "asyncio.Queue[Told]", read: bool
     ) -> AsyncGenerator[DecodeEvent, None]:
-        finish = None
-        while finish is None:
-            come = [await outputs.get()]
-            await self._travel(here, tokens=1)
-            come += [outputs.get_nowait() for _ in range(outputs.qsize())]
-            yield tuple(map(_token, come))
-            finish = come[-1].finish
-        yield Ended(finish.value, seq.prefilled if read else 0, seq.cached)
+        flight = Flight(seq.arrived_with, self._times.travel_s)
+        number = next(self._fleet.numbers)  # those of one moment arrive in the order of their calls
+        try:
+            while flight.finish is None:
+                flight.add(await outputs.get(), loop_time())
+                while flight:
+                    if self._costs:
+                        await self._travel(here, tokens=1)
+                    else:
+                        await until(flight.lands, MESSAGES + number)
+                    self._take_all(flight, outputs)
+                    for tokens in flight.land_all() if self._costs else flight.land(loop_time()):
+                        yield tokens
+                if flight.failure is not None:
+                    raise failure(flight.failure)
+        except asyncio.CancelledError:  # who was waiting gets what has come
+            here.engine.ask(seq)
+            self._take_all(flight, outputs)
+            for tokens in () if self._costs else flight.land(loop_time()):
+                yield tokens
+            raise
+        assert flight.finish is not None
+        yield Ended(flight.finish.value, seq.prefilled if read else 0, seq.cached)
+
+    @staticmethod
+    def _take_all(flight: Flight, outputs: "asyncio.Queue[Told]") -> None:
+        while not outputs.empty():
+            flight.add(outputs.get_nowait(), loop_time())
 
     async def _place(self, here: ModelledWorker, seq: Sequence, handle: bytes, forks: list[Sequence]) -> None:
         if not handle:
@@ -279,7 +328,9 @@ class ModelledWorkers:
 
     def _sequence(self, request: Request, hold: bool = False) -> Sequence:
         number = f"{request.id} {next(self._fleet.numbers)}"
-        return Sequence(number, list(request.tokens), request.prompt_len, request.params, root_key("model", request.salt), hold)
+        root = root_key("model", request.salt)
+        keys = list(request.keys)  # as the worker would compute them
+        return Sequence(number, list(request.tokens), request.prompt_len, request.params, root, hold, keys=keys)
 
     def _end(self, handle: bytes) -> None:
         if lease := self._leases.pop(handle, None):
@@ -297,16 +348,21 @@ async def _deadline(timeout_s: float) -> AsyncIterator[None]:
         raise BatonError(Reason.DEADLINE, "the deadline of the request is over") from None
 
 
-def _chunk(output: Output) -> bool:
-    """Whether it only says that a part of a prompt has been computed."""
-    return output.sampled is None and output.failure is None and not output.expired
+async def _first(outputs: "asyncio.Queue[Told]") -> tuple[Token, Finish | None]:
+    """Raises BatonError for an output that says why there is no token."""
+    while True:
+        output = (await outputs.get()).output
+        if output is not None and output.sampled is not None:
+            return Token(output.sampled.token), output.finish
+        if output is not None and (output.failure is not None or output.expired):
+            raise failure(output)
 
 
-def _token(output: Output) -> Token:
-    """Raises BatonError for an output that says why there is none."""
-    if output.sampled is None:
-        raise failure(output)
-    return Token(output.sampled.token)
+def _forget(here: ModelledWorker, seq: Sequence) -> None:
+    """An engine that has left it is not asked: that would end a jump for nothing."""
+    here.engine.awaited.discard(seq)
+    if seq.state is not State.DONE:
+        here.engine.forget(seq.id)
 
 
 def _load(now: Facts) -> Load:

@@ -42,7 +42,7 @@ class Rehearsal:
 
     def __init__(self, **config: Any) -> None:
         self.config = PlannerConfig(**(QUICK | config))
-        self.cluster = SimulatedCluster(SIZES, Times.of(PROFILE), RouterConfig(), SLO, stride=8)
+        self.cluster = SimulatedCluster(SIZES, Times.of(PROFILE), RouterConfig(), SLO, large=True)
         self.pools = SimulatedPools(self.cluster, SIZES, start_s=10.0)
         self.doors = SimulatedDoors(self.cluster, self.pools)
         self.lost: list[BatonError] = []

@@ -99,15 +99,15 @@ def test_batches_form_as_the_engine_is_configured() -> None:
     assert waits["continuous"] < waits["dynamic"] / 2 and waits["dynamic"] <= waits["static"]
 
 
-def test_strides_change_no_time_but_when_tokens_within_them_are_told() -> None:
-    """A large cluster is simulated in strides: first and last tokens come when they come step by step."""
+def test_a_large_cluster_has_the_figures_of_one_that_is_simulated_step_by_step() -> None:
+    """But for the processor time of each token, which is left out, and how routers hear of workers."""
     setting, load = setting_of(config(3, 3, router={"bypass_tokens": 0}), PROFILE), offer(30.0, output="20-60")
-    exact, strided = run(setting, PROFILE, load), run(setting, PROFILE, load, stride=16)
-    assert strided == run(setting, PROFILE, load, stride=16), "bit for bit"
-    ends = [[record.token_times[-1] - record.sent for record in each.records] for each in (exact, strided)]
+    exact, large = run(setting, PROFILE, load), run(setting, PROFILE, load, large=True)
+    assert large == run(setting, PROFILE, load, large=True), "bit for bit"
+    ends = [[record.token_times[-1] - record.sent for record in each.records] for each in (exact, large)]
     assert len(ends[0]) == len(ends[1]) > 200
     assert sum(ends[1]) == pytest.approx(sum(ends[0]), rel=0.02)
-    assert [len(record.token_times) for record in exact.records] == [len(record.token_times) for record in strided.records]
+    assert [len(record.token_times) for record in exact.records] == [len(record.token_times) for record in large.records]
 
 
 def test_the_fits_find_what_made_the_measurements() -> None:

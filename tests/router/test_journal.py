@@ -18,7 +18,7 @@ from baton.engine.core.sampling import SamplingParams
 from router.choices import sibling
 from router.curves import STEP_S
 from router.journal import Entry, Journal
-from router.request import Failure, Request
+from router.request import Failure, Request, Stopwatch, Timed, Token, Trace
 from router.validate import MAX_REQUEST_ID
 
 SECRET = [104, 117, 115, 104]
@@ -351,3 +351,25 @@ def test_a_deadline_before_dispatch_names_the_step_that_was_reached() -> None:
     with pytest.raises(BatonError), desk.open():
         raise other
     assert other.metadata == {}
+
+
+def test_tokens_that_are_told_later_with_their_moments_count_as_if_each_was_told_when_it_came() -> None:
+    """Workers in virtual time do that."""
+    times, now = [1.0, 1.5, 1.5, 2.25, 4.0], 0.0
+
+    def request() -> Request:
+        trace = Trace(Stopwatch(lambda: now))
+        return Request("r", [5, 6], 2, SamplingParams(max_tokens=9), "", 60.0, trace)
+
+    one_by_one, together = request(), request()
+    tokens = [Token(7 + i) for i in range(5)]
+    for now, token in zip(times, tokens, strict=True):  # noqa: B007 - the stopwatch reads it
+        one_by_one.grow((token,))
+    for part in (slice(0, 1), slice(1, 4), slice(4, 5)):
+        timed = Timed(tokens[part])
+        timed.times = times[part]
+        together.grow(timed)
+    assert together.tokens == one_by_one.tokens == [5, 6, 7, 8, 9, 10, 11]
+    for name in ("first_at", "last_at", "gaps", "guesses"):
+        assert getattr(together.trace, name) == getattr(one_by_one.trace, name)
+    assert list(together.trace.gaps) == [0.5, 0.0, 0.75, 1.75]

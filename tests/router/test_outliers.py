@@ -233,6 +233,24 @@ def test_a_stride_is_the_waits_between_batches_without_the_longest() -> None:
     assert stride.token_s == pytest.approx(0.6 / 8)
 
 
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.01, 0.3]), max_size=6), max_size=5))
+def test_tokens_that_are_told_later_with_their_moments_show_the_same_pace(batches: list[list[float]]) -> None:
+    """Of one moment: a batch."""
+    one_by_one, together, now = Stride(), Stride(), 1.0
+    for batch in batches:
+        times = [now := now + wait for wait in batch]
+        together.come_each(times)
+        for moment in dict.fromkeys(times):
+            one_by_one.come(times.count(moment), moment)
+            one_by_one.leave(moment)
+        now += 0.1
+    assert vars_of(together) == vars_of(one_by_one) and together.token_s == one_by_one.token_s
+
+
+def vars_of(stride: Stride) -> dict[str, object]:
+    return {name: value for name, value in vars(stride).items() if name != "_away_s"}
+
+
 @pytest.mark.parametrize("events", [0, 1, 4])
 def test_a_short_call_shows_no_pace(events: int) -> None:
     stride = Stride()

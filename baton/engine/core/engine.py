@@ -249,11 +249,16 @@ class Engine:
         for seq in plan.expired:
             self._leave(seq)
             outputs.append(Output(seq, None, expired=True))
-        for seq in (chunk.seq for chunk in plan.chunks if chunk.seq.started_at is None):
-            seq.started_at = now
-            counts.queried_tokens += seq.arrived_with
-            counts.hit_tokens += seq.cached
+        for chunk in plan.chunks:
+            self.note_start(chunk.seq, now)
         return plan.chunks
+
+    def note_start(self, seq: Sequence, now: float) -> None:
+        """A step with the sequence begins. Its first one counts."""
+        if seq.started_at is None:
+            seq.started_at = now
+            self.counts.queried_tokens += seq.arrived_with
+            self.counts.hit_tokens += seq.cached
 
     def _welcome(self, seq: Sequence, forks: Seq[Sequence] = ()) -> None:
         check(seq, self.runner.vocab_size, self.max_len)

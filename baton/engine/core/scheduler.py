@@ -108,6 +108,15 @@ class Scheduler:
             self._add_guesses(plan, budget, self._drafter)
         return plan
 
+    def may_begin(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence would be admitted in a step now. If not, it is not in later ones either that only decode: they free no
+        seat and no block, and what is left for growth shrinks with what is promised."""
+        return self._joins(seq) and self._is_next(seq) and self.has_room(seq)
+
+    def pass_over(self) -> None:
+        """Steps that only decode are done without `schedule`: it would have seen that a batch runs, so that none is formed."""
+        self._forming_since = None
+
     def begin(self, seq: Sequence) -> bool:
         """Admits a waiting sequence now. False, and nothing has changed: it cannot be."""
         if not self._joins(seq) or not self._admit(seq):
