@@ -99,11 +99,12 @@ class Jump:
 
     def reach(self, steps: int) -> None:
         """Does to the pool what the steps up to this one do."""
-        crossings, pool, block = self._crossings, self._engine.pool, self._engine.block_size
+        crossings, pool, block, changed = self._crossings, self._engine.pool, self._engine.block_size, False
         steps = min(steps, self.steps)
         while crossings and (step := crossings[0][0]) <= steps:
             _, seals, place = crossings[0]
             seq = self.seqs[place]
+            changed = changed or seals or pool.available == pool.num_cached  # without free blocks, one that is cached goes
             if seals:
                 self._extend(seq, self._computed[place] + step + 1)
                 self._engine.scheduler.extend_keys(seq)
@@ -112,8 +113,9 @@ class Jump:
             else:
                 seq.blocks += pool.allocate(1) or []  # `plain_steps` has counted them
             heapq.heapreplace(crossings, (step + block, seals, place))
-            if crossings[0][0] != step:
+            if changed and crossings[0][0] != step:
                 self._publish(self.ends[step - 1])
+                changed = False
 
     def settle(self, steps: int) -> None:
         """Does all that the steps up to this one do."""

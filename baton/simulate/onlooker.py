@@ -23,6 +23,7 @@ class Onlooker:
         self._view, self._fleet = view, fleet
         self._seen: list[WorkerRecord] = []
         self._known: dict[str, tuple[int, ...]] = {}  # what was told of each worker's load
+        self._shape, self._aside = -1, set[str]()
         self._touches: dict[str, int] = {}  # of each engine when it was looked at
 
     async def run(self) -> None:
@@ -33,13 +34,15 @@ class Onlooker:
             await asyncio.sleep(LOOK_EVERY_S)
             if [worker.record for worker in fleet.workers.values()] != self._seen:
                 self._update()
+            if members.shape != self._shape:  # who is put aside comes back by an answer
+                self._shape, self._aside = members.shape, {name for name in fleet.workers if members.ejected(name)}
             for name, worker in fleet.workers.items():
-                touches, aside = worker.engine.touches, bool(members.ejected(name))  # who is put aside comes back by an answer
-                if touches == self._touches.get(name, 0) and not aside:
+                touches = worker.engine.touches
+                if touches == self._touches.get(name, 0) and name not in self._aside:
                     continue
                 record, load = worker.record, worker.load_now()
                 self._touches[name] = touches
-                if self._known.get(name) != (judged := _judged(load)) or aside:
+                if self._known.get(name) != (judged := _judged(load)) or name in self._aside:
                     self._known[name] = judged
                     members.note_answer(name, record.incarnation, record.state, load, epoch, record.roles)
 
