@@ -89,7 +89,8 @@ class Cluster:
         return int(next(found)["incarnation"])
 
     def counted(self, name: str) -> dict[str, float]:
-        """The sum of a counter over the workers of each role."""
+        """The sum of a counter over the workers of each role, once none is left that has to prove itself: that computes tokens, too."""
+        self.wait(lambda: all(worker.get("state") == "ready" for worker in self.workers()))
         sums: dict[str, float] = {}
         for worker in self.workers():
             with urllib.request.urlopen(f"http://{worker['metrics']}/metrics", timeout=30) as answer:
