@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 from machine import describe
+from quick_interpreter import quicken
 from shapes import LLAMA_8B, QWEN3_06B, TINY
 from torch import Tensor
 
@@ -808,6 +809,8 @@ def main() -> int:
         return 2
     if SMOKE and "TRITON_INTERPRET" not in os.environ:  # it must be set before the kernels are imported
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"})
+    if SMOKE:
+        quicken()
     device = torch.device("cpu" if SMOKE else "cuda")
     machine, report = Machine(device, WALK if SMOKE else H200, options.backend), Report()
     where = f"{describe_device(device)}; {describe()}"

@@ -1,12 +1,17 @@
 """Without a CUDA device the kernels run in Triton's interpreter, which must be enabled before they are imported."""
 
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton"):
+        from quick_interpreter import quicken
+
+        quicken()
 
 
 @pytest.fixture(scope="session")

@@ -54,9 +54,13 @@ def test_the_benchmark_of_links_compares_every_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here")
-def test_the_benchmark_reports_a_missing_device(tmp_path: Path) -> None:
-    done = subprocess.run([*SCRIPT, str(tmp_path)], capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
-    assert done.returncode == 2 and "no CUDA device" in done.stderr
+def test_the_benchmark_reports_a_missing_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import gpu
+
+    monkeypatch.setattr(sys, "argv", ["gpu.py", str(tmp_path)])
+    assert gpu.main() == 2 and "no CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -76,3 +76,17 @@ def test_empty_tensors_give_empty_tensors(device: torch.device) -> None:
     assert FUSED.add_rms_norm(x, None, weight, 1e-6).shape == (0, 64)
     assert FUSED.silu_mul(x).shape == (0, 32)
     FUSED.turn_(x.view(0, 1, 64), 64)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_the_interpreter_looks_through_the_language_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import interpreter
+
+    x, looks = rows(device, torch.float32, 2, 64), list[str]()
+    FUSED.silu_mul(x)
+    monkeypatch.setattr(interpreter, "_patch_builtin", lambda package, *_: looks.append(package.__name__))
+    FUSED.silu_mul(x)
+    assert not looks
+    monkeypatch.setattr(interpreter, "_patch_lang", interpreter._patch_lang.__wrapped__)
+    FUSED.silu_mul(x)
+    assert looks, "negative control: as Triton has it"
