@@ -248,5 +248,5 @@ def test_arms_are_compared_on_the_same_cores(model: Path, tmp_path: Path) -> Non
     asked = [[(round(r.scheduled, 6), r.prompt_tokens, r.asked_tokens) for r in probe.records] for probe in (first, second)]
     assert asked[0] == asked[1], "both arms must get the same requests at the same times"
     assert campaign.config["engine.threads"] == 1 and "prefill.replicas" not in campaign.config
-    refused = loadtest("compare", *SLO, "--model", str(model), "--rates", "1", "--cores", "0,4096", "--out", str(tmp_path / "no"), env=env)
-    assert refused.returncode == 1 and "cores: [4096] cannot be used" in refused.stderr
+    refused = here("compare", *SLO, "--model", str(model), "--rates", "1", "--cores", "0,4096", "--out", str(tmp_path / "no"))
+    assert refused.exit_code == 1 and "cores: [4096] cannot be used" in refused.stderr
