@@ -190,7 +190,7 @@ def scenes(draw: st.DrawFn) -> Scene:
     return Scene(tuple(asks), sizes, times, tuple(looks), draw(st.integers(1, 2)), draw(st.sampled_from([0, 32])))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(scenes())
 def test_any_load_is_the_same_with_jumps_and_without(scene: Scene) -> None:
     assert_same(scene)
