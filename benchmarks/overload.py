@@ -5,10 +5,10 @@
     python benchmarks/overload.py --refusals [--json FILE]
 
 Real clusters through `baton up`, one prefill and one decode worker, on the cores of this machine, with clients that cost little
-(`benchmarks/flood.py`), come at their moments (Poisson) and do not retry. Prompts of 100 tokens, outputs of 40, client deadline 5 s; half
-of the requests have priority 0, the others 1. A request is good if it is complete and its first and last token came within the objectives,
-on the client's clock. 1x is the rate at which a closed loop of 16 requests was served; each arm gets the same arrivals. Arms are the
-policies, and `degrade`: codel with all measures of `router.degrade`, after which half of 1x is offered until the last level is left.
+(`benchmarks/flood.py`), come at their moments (Poisson) and do not retry. Prompts of 100 tokens, outputs of 40, client deadline 5 s. A
+request is good if it is complete and its first and last token came within the objectives, on the client's clock. 1x is the rate at which a
+closed loop of 16 requests was served; each arm gets the same arrivals. Arms are the policies, and `degrade`: codel with all measures of
+`router.degrade`, after which half of 1x is offered until the last level is left.
 
 The peak is the best goodput of an arm that takes nothing from requests. `--simulated`: the same in virtual time, with the router's and the
 scheduler's own code, where computing takes nobody's time: what the policy alone loses. `--refusals`: what a refused request costs the
@@ -18,6 +18,7 @@ router, on each door. Everything has a deadline: `--quick` takes four minutes, a
 import argparse
 import asyncio
 import json
+import logging
 import os
 import random
 import statistics
@@ -48,7 +49,7 @@ from baton.simulate.workers import Times
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 SEED = 12
-PROMPT, OUTPUT, DEADLINE_S, AT_ONCE, SEQUENCES, URGENT = 100, 40, 5.0, 16, 8, 0.5
+PROMPT, OUTPUT, DEADLINE_S, AT_ONCE, SEQUENCES = 100, 40, 5.0, 16, 8
 PROCESSES = 2  # of clients
 DEGRADE, HOLD_S = ("speculation", "max_tokens=20", "priority=0"), 5.0
 ARMS = {"queue": "queue", "codel": "codel", "lifo": "lifo", "degrade": "codel"}
@@ -197,7 +198,8 @@ async def measure(
 ) -> tuple[float, dict[str, list[Cell]]]:
     """(the rate of 1x, cells by load)."""
     pid, cells = router_pid(endpoints["admin"]), dict[str, list[Cell]]()
-    base = Run(options.door, endpoints[options.door], 0.0, prompt=PROMPT, output=OUTPUT, ids=work.ids, urgent=URGENT, deadline_s=DEADLINE_S)
+    sent = {"prompt": PROMPT, "output": OUTPUT, "ids": work.ids, "urgent": options.urgent, "deadline_s": DEADLINE_S}
+    base = Run(options.door, endpoints[options.door], 0.0, **sent)
     async with AsyncExitStack() as stack:
         clients = await stack.enter_async_context(Clients.started(base))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(endpoints["admin"], options=CHANNEL_OPTIONS))
@@ -320,7 +322,7 @@ def refusals(folder: Path) -> dict[str, dict[str, float]]:
 PACE = Pace(step_s=0.004, prompt_token_s=0.0001, sequence_s=0.001)
 
 
-async def simulated_calls(cluster: SimulatedCluster, rate: float, seconds: float, seed: int) -> list[Seen]:
+async def simulated_calls(cluster: SimulatedCluster, rate: float, seconds: float, seed: int, urgent: float) -> list[Seen]:
     rng, loop, found = random.Random(seed), asyncio.get_running_loop(), list[Seen]()
 
     async def one(seen: Seen) -> None:
@@ -338,12 +340,14 @@ async def simulated_calls(cluster: SimulatedCluster, rate: float, seconds: float
         until = loop.time() + seconds
         while loop.time() < until:
             await asyncio.sleep(rng.expovariate(rate))
-            found.append(Seen(urgent=rng.random() < URGENT))
+            found.append(Seen(urgent=rng.random() < urgent))
             group.create_task(one(found[-1]))
     return found
 
 
-async def simulated_arm(arm: str, work: Workload, rate: float, seconds: float, repeats: int) -> dict[str, list[Cell]]:
+async def simulated_arm(
+    arm: str, work: Workload, rate: float, seconds: float, repeats: int = 1, urgent: float = 0.5
+) -> dict[str, list[Cell]]:
     config = RouterConfig(overload=ARMS[arm], degrade=DEGRADE if arm == "degrade" else (), degrade_hold_s=HOLD_S)  # type: ignore[arg-type]
     sizes = Sizes(max_num_seqs=SEQUENCES)
     cluster = SimulatedCluster(sizes, Times(PACE), config, SloConfig(ttft_s=work.ttft_s, e2e_s=work.e2e_s))
@@ -358,7 +362,7 @@ async def simulated_arm(arm: str, work: Workload, rate: float, seconds: float, r
                 await asyncio.sleep(LOOK_S)
 
         looking = asyncio.create_task(look())
-        seen = await simulated_calls(cluster, per_s, seconds, seed)
+        seen = await simulated_calls(cluster, per_s, seconds, seed, urgent)
         looking.cancel()
         return Cell(seen, seconds, levels=levels)
 
@@ -374,12 +378,13 @@ async def simulated_arm(arm: str, work: Workload, rate: float, seconds: float, r
 
 
 def simulated(options: argparse.Namespace) -> dict[str, Any]:
+    logging.disable(logging.WARNING)  # of each request that is late
     work = replace(TALE, model="simulated")
     held = OUTPUT * (PACE.step_s + SEQUENCES * PACE.sequence_s)
     rate = 0.9 * SEQUENCES / held  # as a closed loop of two requests a sequence is served
     cells: dict[str, dict[str, list[Cell]]] = {}
     for arm in options.arms:
-        cells[arm] = virtual_time.run(simulated_arm(arm, work, rate, options.seconds, options.repeats))
+        cells[arm] = virtual_time.run(simulated_arm(arm, work, rate, options.seconds, options.repeats, options.urgent))
     return told(work, rate, cells)
 
 
@@ -388,6 +393,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("toy", "tale", "both"), default="tale")
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=("codel", "degrade"))
     parser.add_argument("--door", choices=("grpc", "http"), default="grpc")
+    parser.add_argument("--urgent", type=float, default=1.0, help="share of the requests of priority 0; the others have 1")
     parser.add_argument("--rate", type=float, help="rate of 1x, instead of measuring it")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--repeats", type=int, default=3)
@@ -400,7 +406,8 @@ def main() -> None:
         options.seconds, options.repeats = 6.0, 1
     machine = f"{describe()}, load average {os.getloadavg()[0]:.1f} at the start"
     print(machine)
-    results: dict[str, Any] = {"machine": machine, "seed": SEED, "seconds": options.seconds, "repeats": options.repeats}
+    given = {name: getattr(options, name) for name in ("seconds", "repeats", "urgent")}
+    results: dict[str, Any] = {"machine": machine, "seed": SEED, **given}
     with tempfile.TemporaryDirectory() as folder:
         if options.simulated:
             results["simulated"] = simulated(options)

@@ -12,7 +12,7 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 WIDTH = 110  # of prose in Markdown
 # What a run was given, where its file says so.
-GIVEN = ("seed", "repeats", "rounds", "conversations", "rate", "seconds", "load_average")
+GIVEN = ("seed", "repeats", "rounds", "conversations", "rate", "seconds", "urgent", "load_average")
 
 
 @cache

@@ -14,7 +14,7 @@ RATE = 0.9 * SEQUENCES / (OUTPUT * (PACE.step_s + SEQUENCES * PACE.sequence_s))
 
 @cache
 def cells(arm: str) -> dict[str, list[Cell]]:
-    return run(simulated_arm(arm, TALE, RATE, 8.0, 1))
+    return run(simulated_arm(arm, TALE, RATE, 8.0))
 
 
 def goodput(arm: str, times: str) -> float:
