@@ -37,12 +37,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model, and another one that knows nothing of it."""
+    """A model, and another one that knows nothing of it, and is small: as a draft that is rarely right it is asked most often."""
     made = {}
-    for seed, (name, hidden) in enumerate((("model", 64), ("other", 32))):
+    for seed, (name, hidden, parts) in enumerate((("model", 64, 2), ("other", 32, 1))):
         torch.manual_seed(seed)
         made[name] = tmp_path_factory.mktemp(name)
-        make(made[name], hidden=hidden, layers=2, heads=4, kv_heads=2, vocab=300, context=CONTEXT)
+        make(made[name], hidden=hidden, layers=parts, heads=4, kv_heads=parts, vocab=300, context=CONTEXT)
     return made
 
 
@@ -66,7 +66,8 @@ def engine(
     if draft is not None:
         drafter = DeviceDraft(fresh(ModelRunner, folders[draft], device), BOUND, others)
         runner.pair(drafter)
-    runner.attach(KvPool(runner.layout, blocks), capacity=CAPACITY, backend=backend, graph_sizes=(1, 4, 16))
+    sizes = (1, 4, 16) if device.type == "cuda" else (1, 4)  # each is computed once, padded, before anything is asked
+    runner.attach(KvPool(runner.layout, blocks), capacity=CAPACITY, backend=backend, graph_sizes=sizes)
     return OverlapEngine(runner, LIMITS, 80, drafter=drafter), runner
 
 
@@ -104,7 +105,7 @@ def test_the_output_is_the_one_without_a_draft(
     """The smaller pool preempts: five sequences begin in it, and do not end in it. A draft that is the model itself is nearly always right,
     and one that knows nothing rarely."""
     ours, _ = engine(folders, device, backend, draft, blocks)
-    count = 5 if backend == "triton" and device.type == "cpu" else 8  # the interpreter is slow
+    count = 8 if device.type == "cuda" else 4  # the interpreter is slow: guesses are drawn and stored by kernels in any case
     assert said(ours, crowd(count)) == {str(i): expected[str(i)] for i in range(count)}
     counts = ours.counts
     assert counts.drafted_tokens > 50 * count / 8
