@@ -560,7 +560,7 @@ async def test_of_a_thousand_who_wait_only_the_first_looks_and_only_when_somethi
     monkeypatch.setattr(policy, "choose_prefill", counted)
     world = World()
     world.view.update([record("p0"), record("d0", load=FULL)], 1.0)
-    serving = [asyncio.create_task(world.serve()) for _ in range(1000)]
+    serving = [asyncio.create_task(world.serve(world.request(timeout_s=120.0))) for _ in range(1000)]
     await asyncio.sleep(0.2)
     assert looks < 5
     for now in range(20):
