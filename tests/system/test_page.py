@@ -385,7 +385,7 @@ def test_a_request_that_lost_its_worker_completes_and_shows_the_retry(browser: B
     assert len(toy_output(list(f"user: {text}\nassistant: ".encode()), max_tokens=150, ignore_eos=False)) == 150, (
         "the toy ends this text too soon"
     )
-    with cluster(toy(tmp_path / "toy", step_delay_ms=20), decode=2) as live, opened(browser, live) as page:
+    with cluster(toy(tmp_path / "toy", step_delay_ms=60), decode=2) as live, opened(browser, live) as page:
         page.fill("#prompt", text)
         page.fill("#max_tokens", "150")
         page.fill("#temperature", "0")
