@@ -291,6 +291,8 @@ def baton(kind: str, prefill: int, decode: int, *flags: str) -> "Start":
         }  # fmt: skip
         if settings.lease_s:
             chosen |= {"kv.lease_ttl_s": settings.lease_s, "kv.read_timeout_s": settings.lease_s / 2}
+        if settings.failpoints:
+            chosen["cluster.prove_workers"] = "false"  # a proof would meet them
         arguments = [part for key, value in chosen.items() for part in (f"--{key.replace('_', '-')}", str(value))]
         with tempfile.TemporaryDirectory() as folder:
             env = {**os.environ, "BATON_STATE_DIR": folder, "BATON_FAILPOINTS": settings.failpoints}
