@@ -77,35 +77,54 @@ def least_chance(rows: int, most: int, step: Line, drafting: Drafting) -> float:
     return (step.further(rows, most) + drafting.guess) * rows / step.at(rows)
 
 
-def allot(chances: Seq[Chances], most: Seq[int], rows: int, step: Line, drafting: Drafting) -> list[int]:
-    """How many guesses each sequence gets, the likeliest first. `most` of each; `rows` that the step has without guesses."""
-    taken, kept, end = list[tuple[int, float]](), 0, rows + sum(most)
-    expected, plain, given = float(rows), step.at(rows), [0] * len(chances)
-    seconds = plain + drafting.begin * len(chances)
-    best = expected, seconds
+class Worth(NamedTuple):
+    guesses: list[tuple[int, float]]  # (whose, chance that it becomes output), the likeliest first
+    tokens: float  # expected of the step with them
+    seconds: float
+
+
+def _worth(
+    chances: Seq[Chances], most: Seq[int], rows: int, step: Line, before: tuple[float, float], guess: float, begin: float = 0.0
+) -> Worth:
+    """Those guesses with which a step yields the most tokens a second. `rows` and `before`, its tokens and seconds: without them; `guess`:
+    seconds for each, `begin`: and for the first of each sequence."""
+    end, taken, kept, given = rows + sum(most), list[tuple[int, float]](), 0, [0] * len(chances)
+    (tokens, seconds), plain = before, step.at(rows)
+    best = before
     queue = [(-first, i) for i, (first, _) in enumerate(chances) if most[i] > 0]
     heapify(queue)
     while queue:
         chance, i = heappop(queue)
+        once = 0.0 if given[i] else begin
         # What yields fewer tokens a second than the best so far only brings its rate down, however much of it there is.
-        if -chance * best[1] < best[0] * (step.further(rows, end - rows) + drafting.guess):
+        if -chance * best[1] < best[0] * (step.further(rows, end - rows) + guess + once):
+            if once:
+                continue  # one that has begun may be worth it, though it is less likely
             break
-        rows += 1
-        plain, before = step.at(rows), plain
-        expected, seconds = expected - chance, seconds + max(0.0, plain - before) + drafting.guess
+        rows, larger = rows + 1, step.at(rows + 1)
+        tokens, seconds = tokens - chance, seconds + max(0.0, larger - plain) + guess + once
+        plain = larger
         taken.append((i, -chance))
         given[i] += 1
-        if expected * best[1] >= best[0] * seconds:
-            best, kept = (expected, seconds), len(taken)
+        if tokens * best[1] >= best[0] * seconds:
+            best, kept = (tokens, seconds), len(taken)
         if given[i] < most[i]:
             heappush(queue, (chance * chances[i][1], i))
-    counts, gains, rows = [0] * len(chances), [0.0] * len(chances), rows - len(taken)
-    for i, chance in taken[:kept]:
+    return Worth(taken[:kept], *best)
+
+
+def allot(chances: Seq[Chances], most: Seq[int], rows: int, step: Line, drafting: Drafting) -> list[int]:
+    """How many guesses each sequence gets, the likeliest first. `most` of each; `rows` that the step has without guesses."""
+    plain = step.at(rows)
+    worth = _worth(chances, most, rows, step, (float(rows), plain + drafting.begin * len(chances)), drafting.guess)
+    counts, gains = [0] * len(chances), [0.0] * len(chances)
+    for i, chance in worth.guesses:
         counts[i], gains[i] = counts[i] + 1, gains[i] + chance
     if drafting.begin > 0:
-        row = (step.at(rows + kept) - step.at(rows)) / kept if kept else 0.0
+        guesses = len(worth.guesses)
+        row = (step.at(rows + guesses) - plain) / guesses if guesses else 0.0
         costs = [drafting.begin + count * (row + drafting.guess) for count in counts]
-        _drop_losers(counts, gains, costs, best[0], best[1] - drafting.begin * counts.count(0))
+        _drop_losers(counts, gains, costs, worth.tokens, worth.seconds - drafting.begin * counts.count(0))
     return counts
 
 
@@ -125,17 +144,10 @@ def allot_others(
     expected = rows + sum(first * sum(further**i for i in range(count)) for (first, further), count in zip(chances, counts, strict=True))
     rows += sum(counts)
     seconds = step.at(rows) + sum(drafting.begin + count * drafting.guess for count in counts if count)
+    most = [other.most if counts[other.of] else 0 for other in others]
     found = [0] * len(others)
-    queue = [(-other.chances[0], k) for k, other in enumerate(others) if counts[other.of] and other.most > 0]
-    heapify(queue)
-    while queue:
-        chance, k = heappop(queue)
-        more = max(0.0, step.at(rows + 1) - step.at(rows)) + begin * (found[k] == 0)
-        if -chance * seconds < expected * more:
-            continue
-        found[k], rows, expected, seconds = found[k] + 1, rows + 1, expected - chance, seconds + more
-        if found[k] < others[k].most:
-            heappush(queue, (chance * others[k].chances[1], k))
+    for k, _ in _worth([other.chances for other in others], most, rows, step, (expected, seconds), 0.0, begin).guesses:
+        found[k] += 1
     return found
 
 

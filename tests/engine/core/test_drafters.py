@@ -408,6 +408,8 @@ def test_rows_that_a_kernel_computes_together_are_worth_it_together() -> None:
     assert allot([(0.95, 0.95)], [9], 1, tiles, Drafting()) == [7], "two of the next tile are not"
     assert allot([(0.95, 0.95)], [15], 1, tiles, Drafting()) == [15], "all of it are"
     assert allot([(0.4, 0.1)], [7], 1, tiles, Drafting()) == [0], "those that follow are too unlikely"
+    likely = [(0.9, 0.9)], [7], 1, tiles, Drafting()
+    assert allot_others([Other(0, (0.9, 0.95), 8)], *likely, 0.0) == [8] and allot_others([Other(0, (0.9, 0.95), 1)], *likely, 0.0) == [0]
     assert least_chance(1, 1, tiles, Drafting()) == 0.6 and least_chance(1, 7, tiles, Drafting()) < 0.11
 
 
