@@ -37,7 +37,7 @@ SCHEMA: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy(tmp_path_factory.mktemp("model"), step_delay_ms=4)
+    return toy(tmp_path_factory.mktemp("model"), step_delay_ms=10)
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +53,21 @@ def expected(model: Path, prompt: list[int], seed: int, max_tokens: int) -> list
 
 
 async def test_answers_are_valid_and_exact_though_a_worker_dies(running: Cluster, model: Path) -> None:
+    begun = asyncio.Event()
+
     async def ask(client: AsyncClient, seed: int) -> tuple[list[int], Result]:
         prompt = [seed % 250 + i for i in range(5 + seed)]
         async with client.generate(token_ids=prompt, seed=seed, temperature=1.0, max_tokens=200, json_schema=SCHEMA) as stream:
-            async for _ in stream:
-                pass
+            async for token in stream:
+                if token.index == 5:  # the shortest answer has some forty
+                    begun.set()
             return prompt, stream.result
 
     async with AsyncClient(running.grpc) as client:
         asked = [asyncio.create_task(ask(client, seed)) for seed in range(1, 17)]
-        await asyncio.sleep(0.3)
-        victim = next(worker for worker in running.workers() if worker["role"] == "decode")
-        os.kill(victim["pid"], signal.SIGKILL)
+        await asyncio.wait_for(begun.wait(), 60)
+        busy = max(running.workers("decode"), key=lambda worker: worker["load"]["running"])
+        os.kill(busy["pid"], signal.SIGKILL)
         answers = await asyncio.gather(*asked)
     assert any(result.workers["retries"] for _, result in answers)
     for seed, (prompt, result) in enumerate(answers, 1):
