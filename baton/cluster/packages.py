@@ -21,11 +21,22 @@ from typing import NoReturn
 HOME = Path(__file__).resolve().parents[2]
 NAMES = ("baton", "router", "prefill_worker", "decode_worker", "kvtransfer", "loadtest")  # the top-level packages of an installation
 INTERRUPTED = 128 + signal.SIGINT
+DISTRIBUTION, UNINSTALLED = "baton-llm", "0+uninstalled"
 
 
 def command(module: str, *arguments: str) -> tuple[str, ...]:
     """The command line that runs one of our modules with this interpreter."""
     return (sys.executable, "-P", "-m", module, *arguments)
+
+
+def version() -> str:
+    """Ours; UNINSTALLED in a checkout that is not installed."""
+    from importlib import metadata  # it takes 25 ms
+
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return UNINSTALLED
 
 
 def enter() -> None:

@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -30,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys
+from baton.cluster.packages import version
 from baton.cluster.page_server import Headers as RawHeaders
 from baton.cluster.page_server import Page
 from router.events import Accepted, Event, Pieces, parts
@@ -300,7 +300,7 @@ class HttpDoor:
         return _json({"status": "ok"})
 
     async def _version(self, request: Request) -> Response:
-        return _json({"version": version("baton-llm")})
+        return _json({"version": version()})
 
     async def _scrape(self, request: Request) -> Response:
         """Stricter than the port for metrics: the public may reach this port through a proxy on the same host."""

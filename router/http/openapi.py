@@ -1,11 +1,11 @@
 """The OpenAPI document of the HTTP door, made from the models that parse requests."""
 
 from functools import cache
-from importlib.metadata import version
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from baton.cluster.packages import version
 from router.http.messages_in import CountTokens, CreateMessage
 from router.http.openai_in import Chat, Completion, Detokenize, Tokenize
 from router.http.responses_in import Response
@@ -44,7 +44,7 @@ def document() -> _Json:
     schemas = made["$defs"] | {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Baton", "version": version("baton-llm"), "description": "The HTTP door of a Baton cluster."},
+        "info": {"title": "Baton", "version": version(), "description": "The HTTP door of a Baton cluster."},
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": _KEYS},
         "security": [{}, {"key": []}],

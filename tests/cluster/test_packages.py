@@ -119,6 +119,12 @@ def test_child_processes_find_a_checkout_that_is_not_installed() -> None:
     assert run(HOME, "-S", "-c", code.replace("enter();", f"sys.path[0] = {str(HOME)!r}; enter();", 1), pythonpath="").returncode == 0
 
 
+def test_a_checkout_that_is_not_installed_has_a_version() -> None:
+    code = f"import sys; sys.path[0] = {str(HOME)!r}; from baton.cluster.packages import version; print(version())"
+    done = run(HOME, "-S", "-c", code, pythonpath="")
+    assert done.returncode == 0 and done.stdout.strip() == "0+uninstalled", done.stderr
+
+
 def test_only_implicit_entries_for_the_working_directory_are_removed() -> None:
     here, other = "/home/me/app", "/usr/lib/python3"
     assert without_working_directory([here, other], "", here) == [other]
