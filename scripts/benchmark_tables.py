@@ -10,6 +10,7 @@ from statistics import mean, median
 from typing import Any
 
 from benchmark_aims import other_aims, peers_aims
+from benchmark_predictions import predicted, predictions
 from benchmark_results import RESULTS, load, markdown, middle, number, source, spread
 from benchmark_tiers import tiers
 
@@ -451,6 +452,7 @@ TABLES |= {
 }
 TABLES |= {make.__name__: ("speculation", make) for make in (speculation, acceptance, speculation_peers)}
 TABLES |= {make.__name__: ("stores", make) for make in (stores, reopened)}
+TABLES |= {make.__name__: ("simulate", make) for make in (predictions, predicted)}
 # Those of docs/benchmarks.md, which are made of many files.
 AIMS: dict[str, Callable[[], str]] = {"peers-aims": peers_aims, "aims": other_aims}
 
