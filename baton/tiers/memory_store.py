@@ -3,17 +3,15 @@
 import mmap
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from xxhash import xxh3_128_digest
 
 from baton.engine.core.block_key import HOST
+from baton.engine.core.kvcache import Bytes
 from baton.engine.core.pages import in_huge_pages
 from baton.tiers.slots import Pins, Slots
 from baton.tiers.store import StoreFailed, Unit, Wanted
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class MemoryStore:
@@ -21,18 +19,19 @@ class MemoryStore:
 
     medium = HOST
 
-    def __init__(self, unit_bytes: int, capacity: int) -> None:
+    def __init__(self, unit_bytes: int, capacity: int, slot_bytes: int | None = None) -> None:
         """Pages are allocated at their first touch. Raises ValueError for more than the machine has."""
+        slot_bytes = unit_bytes if slot_bytes is None else slot_bytes
         if unit_bytes < 1 or capacity < 1:
-            raise ValueError(f"no room for a unit of {unit_bytes} bytes in {capacity * unit_bytes} bytes of memory")
-        size, most = capacity * unit_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            raise ValueError(f"no room for a unit of {unit_bytes} bytes in {capacity * slot_bytes} bytes of memory")
+        size, most = capacity * slot_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if size > most:
             raise ValueError(f"{size} bytes of memory are more than this machine has: {most}")
-        self.unit_bytes, self.capacity = unit_bytes, capacity
+        self.unit_bytes, self.slot_bytes, self.capacity = unit_bytes, slot_bytes, capacity
         memory = in_huge_pages(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        # uint8 [capacity, unit_bytes]; NumPy copies without the interpreter's lock
-        self._memory: Bytes | None = np.frombuffer(memory, np.uint8).reshape(capacity, unit_bytes)
-        self.pins = Pins()
+        # uint8 [capacity, slot_bytes]; NumPy copies without the interpreter's lock
+        self._memory: Bytes | None = np.frombuffer(memory, np.uint8).reshape(capacity, slot_bytes)
+        self.pins: Pins | None = Pins()
         self._slots = Slots(capacity, self.pins)
 
     def keys(self) -> list[bytes]:

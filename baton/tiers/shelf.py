@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from baton.engine.core.kvcache import Carrier
 from baton.engine.core.long_contexts import ShelfFailed
 from baton.tiers.tier import Piece, Save, Tier
+from baton.tiers.ways import Landing
 
 PIECES = 32  # of a reading, that a tier is given at a time
 LOOK_S = 0.2
@@ -70,13 +70,13 @@ class _Reading:
         self._ended = False
         self._lock = threading.Lock()  # over what `take` writes to, too
 
-    def takes(self, start: int) -> Callable[[Sequence[int], Carrier], list[bool]]:
+    def takes(self, start: int) -> Callable[[Sequence[int], Landing], list[bool]]:
         """For a piece that begins there."""
 
-        def take(units: Sequence[int], carrier: Carrier) -> list[bool]:
+        def take(units: Sequence[int], landing: Landing) -> list[bool]:
             with self._lock:
                 for i in () if self._ended else units:
-                    self._take(self._first + start + i, carrier.units[i])
+                    self._take(self._first + start + i, landing.units[i])
                     self._arrived[start + i] = True
             return [True] * len(units)
 

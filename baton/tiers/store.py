@@ -2,7 +2,8 @@
 
 A *unit* is all the bytes of one block (`KvLayout.block_bytes`): the model's keys and values, their scales, the draft's. It is whole or
 absent, and known by the block's key, in which model, tenant's salt and number type already are. Whoever saves a unit brings the digest of
-the pool's bytes, taken before they left; a store gives a unit back only if what lies in the reader's memory has that digest.
+the pool's bytes, taken before they left; a store gives a unit back only if what lies in the reader's memory has that digest. (Under a
+device's pool the nearest store leaves that to the device: `locked_store`.)
 """
 
 from collections.abc import Iterable, Sequence

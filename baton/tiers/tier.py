@@ -1,8 +1,8 @@
 """A store with threads of its own and bounds: whoever gives it work never waits, and what is too much is dropped and counted.
 
-One thread writes, at a bounded rate, and looks after the tier's state; others read, into memory of their own: a store that does not come
-back has no block of the pool. What leaves the pool and goes back does so by their `Carrier`s. The writer's queue is bounded: when it is
-full, its oldest entry goes. The readers' is, too: a load that finds it full brings nothing, and the blocks are computed.
+One thread writes, at a bounded rate, and looks after the tier's state; others read. Each has a `Way` of its own out of the pool and back:
+a store that may not come back is read into the reader's memory, so that it has no block of the pool. The writer's queue is bounded: when it
+is full, its oldest entry goes. The readers' is, too: a load that finds it full brings nothing, and the blocks are computed.
 
 State (`MOVES`): a store that fails, or does not answer for HANG_S, is off, with a warning, and is tried again after 1 s, 2 s, 4 s …
 RETRY_MAX_S; one that does not pay (`baton.tiers.worth`) rests. While a tier is off, nobody is told that it holds anything.
@@ -23,17 +23,16 @@ from xxhash import xxh3_128_digest
 
 from baton.engine.core.block_key import KEY_BYTES
 from baton.engine.core.colder import SAVED
-from baton.engine.core.kvcache import Carrier, Pool
+from baton.engine.core.kvcache import Pool
 from baton.moves import Moves
 from baton.tiers.choice import Measured, Rate
 from baton.tiers.store import Store, StoreFailed, Unit, Wanted
+from baton.tiers.ways import Saved, Take, Way, ways
 from baton.tiers.worth import REST_S, Tally, Worth
 
 log = logging.getLogger(__name__)
 QUEUED_BYTES = 64 << 20  # units that wait to be written, at least one; blocks of the pool are as many as an engine saves at a time
 QUEUED_PIECES = 256  # of loads
-BATCH, BATCH_BYTES = 16, 32 << 20  # units of one write, and their bytes
-PIECE, PIECE_BYTES = 8, 8 << 20  # units of one read, and their bytes: a reader has memory for so many
 HANG_S = 5.0
 LOOK_S = 1.0  # how often the writer looks after the state if there is nothing to write
 REFRESH_S, REFRESH_SHARE = 10.0, 0.05  # how often, and the most of its time that the writer takes for it
@@ -66,7 +65,7 @@ MOVES = Moves(
 
 
 class Save(NamedTuple):
-    units: Sequence[tuple[bytes, int | memoryview]]  # key, and a block of the pool or the content; it does not change until `done`
+    units: Sequence[Saved]  # they do not change until `done`
     done: Callable[[], None]
     urgent: bool = False  # somebody waits: it is written next, at any rate, and not dropped
 
@@ -77,8 +76,7 @@ class Piece(NamedTuple):
     keys: Sequence[bytes]
     began: float
     compute_s: float  # what computing these would take
-    # The units of these keys are in the carrier's memory, and have been verified. Puts them into the pool, and tells which are whole there.
-    take: Callable[[Sequence[int], Carrier], Sequence[bool]]
+    take: Take
     done: Callable[[], None]
     wanted: Callable[[], bool] = lambda: True  # whether anybody still waits for it
     counts: bool = True  # whether it says what the tier is worth, and how fast loads are
@@ -119,7 +117,7 @@ class Tier:
         moved: Callable[[bool, list[bytes]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises RuntimeError if the pool's device has no room for carriers."""
+        """Raises RuntimeError if the pool's device has no room for the ways."""
         self.store = store
         self.medium = store.medium
         self.state = State.ON
@@ -136,9 +134,8 @@ class Tier:
         self._drops: list[bytes] = []
         self._writing: Save | None = None
         self._most = max(1, QUEUED_BYTES // store.unit_bytes)
-        self.piece = max(1, min(PIECE, PIECE_BYTES // store.unit_bytes))
-        self._batch = max(1, min(BATCH, BATCH_BYTES // store.unit_bytes))
-        self._carrier = pool.carrier(self._batch)  # the writer's
+        self._batch, self.piece, make = ways(store, pool)
+        self._way = make(self._batch, self._asks)  # the writer's
         self._pieces: deque[Piece] = deque()
         self._asking: dict[int, float] = {}  # thread that asks the store → since when
         self._told: dict[bytes, None] = {}  # keys that `moved` was told of and that are still here
@@ -147,7 +144,7 @@ class Tier:
         self._next_refresh = clock() + REFRESH_S
         self._retry_s, self._retry_at = RETRY_S, 0.0
         writer = threading.Thread(target=self._write, name=f"{self.medium}-writer", daemon=True)
-        readers = ((f"{self.medium}-reader-{i}", (pool.carrier(self.piece),)) for i in range(bounds.readers))
+        readers = ((f"{self.medium}-reader-{i}", (make(self.piece, self._asks),)) for i in range(bounds.readers))
         self._threads = [writer, *(threading.Thread(target=self._read, name=name, args=own, daemon=True) for name, own in readers)]
 
     def start(self) -> None:
@@ -269,30 +266,17 @@ class Tier:
         news = [unit for unit, held in zip(save.units, store.holds([key for key, _ in save.units]), strict=True) if not held]
         for start in range(0, len(news), self._batch):
             part = news[start : start + self._batch]
-            contents = zip(part, self._contents([content for _, content in part]), strict=True)
-            batch = [Unit(key, xxh3_128_digest(data), data) for (key, _), data in contents]
-            if self._writing is not save:
+            self._hand_down(len(part))
+            if (lost := self._way.put(part, lambda: self._writing is save)) is None:
                 news = news[:start]
                 break
-            self._hand_down(len(batch))
-            with self._asks():
-                lost = store.put(batch)
-            self._tell(True, [unit.key for unit in batch])
+            self._tell(True, [key for key, _ in part])
             self._tell(False, lost)
         now = self._clock()
         with self._lock:
             self.worth.wrote(len(news), store.unit_bytes, time.thread_time() - began, now)
             if self._bounds.save_bytes_per_s is not None:
                 self._next_write = max(now, self._next_write) + len(news) * store.unit_bytes / self._bounds.save_bytes_per_s
-
-    def _contents(self, contents: Sequence[int | memoryview]) -> Sequence[memoryview]:
-        blocks = [content for content in contents if isinstance(content, int)]
-        if not blocks:
-            return [content for content in contents if not isinstance(content, int)]
-        try:
-            return self._carrier.out(blocks)
-        except RuntimeError as error:
-            raise StoreFailed(f"the pool's device does not give blocks: {error}") from error
 
     def _hand_down(self, count: int) -> None:
         """Makes room for `count` units. Those that have to go for them are read first, for the tier below."""
@@ -332,7 +316,7 @@ class Tier:
             self.store.drop(keys)
             self._tell(False, keys)
 
-    def _read(self, carrier: Carrier) -> None:
+    def _read(self, way: Way) -> None:
         while (piece := self._next_piece()) is not None:
             if not piece.wanted():
                 piece.done()
@@ -340,27 +324,12 @@ class Tier:
             came, began = [False] * len(piece.keys), self._clock()
             try:
                 if self.on:
-                    with self._asks():
-                        came = self.store.get([Wanted(*one) for one in zip(piece.keys, carrier.units, strict=False)])
-                    self._take(piece, came, carrier)
+                    came = way.get(piece.keys, piece.take)
             except StoreFailed as error:
                 self._fail(error)
             finally:
                 self._note(piece, came, began)
                 piece.done()
-
-    def _take(self, piece: Piece, came: list[bool], carrier: Carrier) -> None:
-        """Puts what has come into the pool. What is not whole there has not come, and is dropped."""
-        here = [i for i, good in enumerate(came) if good]
-        try:
-            whole = piece.take(here, carrier) if here else ()
-        except RuntimeError as error:
-            came[:] = [False] * len(came)
-            raise StoreFailed(f"the pool's device does not take blocks: {error}") from error
-        if bad := [i for i, good in zip(here, whole, strict=True) if not good]:
-            for i in bad:
-                came[i] = False
-            self.store.drop([piece.keys[i] for i in bad])
 
     @contextmanager
     def _asks(self) -> Iterator[None]:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from baton.engine.core.colder import Policy, Report
-from baton.engine.core.kvcache import Carrier, Pool
+from baton.engine.core.kvcache import Pool
 from baton.tiers.choice import units_to_compute, units_to_load
 from baton.tiers.shelf import PinnedShelf
 from baton.tiers.store import Store
 from baton.tiers.tier import Bounds, Piece, Save, Tier, Told
+from baton.tiers.ways import Landing
 
 log = logging.getLogger(__name__)
 MakeStores = Callable[[Pool], list[tuple[Store, Bounds]]]
@@ -133,9 +134,9 @@ class _Load:
         self._most = len(blocks)  # that may still land, the first ones
         self._landed, self._given_back = landed, given_back
         self._ended = False
-        self._crossed = threading.Condition()  # its lock is never held while a carrier copies
+        self._crossed = threading.Condition()  # its lock is never held while something is copied
 
-    def take(self, places: Sequence[int], units: Sequence[int], carrier: Carrier) -> list[bool]:
+    def take(self, places: Sequence[int], units: Sequence[int], landing: Landing) -> list[bool]:
         """`units`: which of the piece, that goes to `places`, are here."""
         with self._crossed:
             wanted = [i for i in units if places[i] < self._most]  # nobody wants the others any more
@@ -143,7 +144,7 @@ class _Load:
             self._crossing.update(into)
         whole = [False] * len(into)
         try:
-            whole = carrier.into([self._blocks[i] for i in into], wanted) if into else []
+            whole = landing.into([self._blocks[i] for i in into], wanted) if into else []
         finally:
             with self._crossed:
                 self._crossing.difference_update(into)

@@ -11,7 +11,7 @@ from baton.engine.core.kvcache import Pool
 from baton.tiers.disk_folder import padded
 from baton.tiers.disk_store import DiskStore
 from baton.tiers.kind import Kind
-from baton.tiers.memory_store import MemoryStore
+from baton.tiers.locked_store import memory_store, slot_bytes
 from baton.tiers.object_store import HEAD_BYTES, ObjectStore
 from baton.tiers.sealed_store import SEAL_BYTES, SealedStore, read_secret, seal_name
 from baton.tiers.store import Store
@@ -20,7 +20,7 @@ from baton.tiers.tiers import Tiers
 
 MIB = 1 << 20
 DISK_READERS, OBJECT_READERS = 2, 4
-MEMORY_READERS = 4  # under a device's pool: a core copies and verifies less than the bus carries
+MEMORY_READERS = 2  # under a device's pool: what one asks for crosses the bus while the other one asks
 T = TypeVar("T")
 
 
@@ -49,8 +49,8 @@ def _stores(config: TiersConfig, name: str, pool: Pool) -> list[tuple[Store, Bou
     print_ = pool.layout.fingerprint
     kind = Kind(print_, size) if secret is None else Kind(print_, size + SEAL_BYTES, seal_name(secret))
     if config.memory_mib is not None:
-        room = _room("memory_mib", config.memory_mib, size)
-        made.append((_named("memory_mib", lambda: MemoryStore(size, room)), Bounds(rate, MEMORY_READERS if pool.waits else 1)))
+        room = _room("memory_mib", config.memory_mib, slot_bytes(pool))
+        made.append((_named("memory_mib", lambda: memory_store(pool, room)), Bounds(rate, 1 if pool.dma is None else MEMORY_READERS)))
     if config.disk is not None and config.disk_mib is not None:
         folder, room = Path(config.disk) / name, _room("disk_mib", config.disk_mib, padded(kind.unit_bytes))
         made.append((_sealed(_named("disk", lambda: DiskStore(folder, kind, room)), secret), Bounds(rate, DISK_READERS)))

@@ -24,7 +24,7 @@ import numpy as np
 
 from baton.cluster.config import SecurityConfig
 from baton.cluster.errors import BatonError
-from baton.engine.core.kvcache import PROBE_PIECES, KvLayout, KvPool, Region
+from baton.engine.core.kvcache import PROBE_PIECES, Dma, KvLayout, KvPool, Region
 from baton.worker.kv_tls import kv_tls
 from kvtransfer import nixl_transport
 from kvtransfer.auto_transport import AutoTransport
@@ -93,6 +93,7 @@ class Device:
     staged: KvPool
     read_bytes = 8 << 20
     waits = direct = True
+    dma: Dma | None = None
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         self.layout, self.num_blocks = layout, num_blocks

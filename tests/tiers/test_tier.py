@@ -9,10 +9,11 @@ import pytest
 from tiered import UNIT, WITHIN_S, PlainStore
 
 from baton.engine.core.colder import SAVED
-from baton.engine.core.kvcache import Carrier, KvLayout, KvPool
+from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.tiers import tier as tier_module
 from baton.tiers.store import StoreFailed
 from baton.tiers.tier import HANG_S, MOVES, RETRY_S, Bounds, Piece, Save, State, Tier
+from baton.tiers.ways import Landing, Through
 from baton.tiers.worth import REST_S, WINDOW_S
 
 POOL = KvPool(KvLayout("toy", "int64", 4, 1, 1, 8), 8)
@@ -42,7 +43,7 @@ class Bench:
         """Which of the keys came."""
         came, over = list[int](), threading.Event()
 
-        def take(units: Sequence[int], carrier: Carrier) -> list[bool]:
+        def take(units: Sequence[int], _: Landing) -> list[bool]:
             came.extend(units)
             return [True] * len(units)
 
@@ -225,14 +226,16 @@ def test_a_dropped_unit_stays_dropped_though_it_still_waited_to_be_written(bench
 
 def test_a_save_that_is_given_up_while_it_is_copied_leaves_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine has its block back then, and others fill it."""
-    copying, go_on, out = threading.Event(), threading.Event(), bench.tier._carrier.out
+    way = bench.tier._way
+    assert isinstance(way, Through)
+    copying, go_on, out = threading.Event(), threading.Event(), way._carrier.out
 
     def slow(blocks: Sequence[int]) -> Sequence[memoryview]:
         copying.set()
         assert go_on.wait(WITHIN_S)
         return out(blocks)
 
-    monkeypatch.setattr(bench.tier._carrier, "out", slow)
+    monkeypatch.setattr(way._carrier, "out", slow)
     POOL.block(3)[:] = b"1" * UNIT
     bench.tier.save(Save([(key(1), 3)], bench._saved))
     assert copying.wait(WITHIN_S)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stand_in_dma import StandInPool
 from tiered import UNIT, WITHIN_S, Tiered, make_seq, tiered, until
 
 from baton.cluster.config_engine import TiersConfig
@@ -22,8 +23,9 @@ from baton.engine.core.toy import naive
 from baton.engine.options import EngineOptions, ModelOptions, Options
 from baton.engine.start import start_engine
 from baton.models.make_small import make_toy
+from baton.tiers.locked_store import LockedStore, slot_bytes
 from baton.tiers.tiers import Tiers
-from baton.worker.colder import make_tiers
+from baton.worker.colder import MEMORY_READERS, make_tiers
 from baton.worker.meter import Meter
 
 MIB = 1 << 20
@@ -59,6 +61,15 @@ def _ignore(told: object) -> None: ...
 
 def test_without_a_tier_there_are_none() -> None:
     assert make_tiers(TiersConfig(), "prefill-0") is None
+
+
+def test_under_a_devices_pool_memory_is_page_locked_and_has_room_for_whole_pages() -> None:
+    pool, tiers = StandInPool(KvLayout("toy", "int64", 4, 1, 1, 80), 4), made(memory_mib=1)
+    tiers.open(pool, SimpleNamespace(moved=lambda *_: None))
+    [tier] = tiers.tiers
+    assert isinstance(tier.store, LockedStore) and tier.store.capacity == MIB // slot_bytes(pool) < MIB // pool.unit_bytes
+    assert sum("reader" in thread.name for thread in tier._threads) == MEMORY_READERS > 1
+    tiers.close()
 
 
 @pytest.mark.usefixtures("unmeasured")

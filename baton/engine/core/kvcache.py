@@ -7,7 +7,7 @@ moves, keeps or drops a block does so with both. The pool is plain host memory h
 """
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from math import lcm
@@ -19,6 +19,7 @@ from xxhash import xxh3_128_digest
 from baton.engine.core.int5_rows import row_bytes
 from baton.engine.core.pages import in_huge_pages
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 DIGEST_BYTES = 16
 # uint8: bytes that an engine reads as fp8, or as int5
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int8": 1, "uint8": 1}
@@ -166,6 +167,35 @@ class Carrier(Protocol):
         ...
 
 
+class Channel(Protocol):
+    """Copies blocks between a device's pool and the host's memory, for one thread; no processor touches the bytes. `memory`: pieces,
+    uint8 `[slots, stride]` each, with a slot for each block, in the order of the blocks. May wait; raises RuntimeError if a device fails,
+    and then nothing is copied any more."""
+
+    def out(self, blocks: Sequence[int], memory: Sequence[Bytes]) -> list[bytes]:
+        """Copies these blocks, of which the caller is an owner, to memory, and returns when that has been done, with what the device found
+        to be their digests before."""
+        ...
+
+    def into(self, blocks: Sequence[int], memory: Sequence[Bytes]) -> list[bytes]:
+        """Copies memory to these blocks, and returns when that has been done, with the digests of what the blocks now hold."""
+        ...
+
+
+class Dma(Protocol):
+    """A device's own access to the host's memory."""
+
+    def lock(self, memory: Bytes) -> Callable[[], None]:
+        """Locks whole pages into memory, for the device; returns what unlocks them, to be called when no copy is under way. May wait, for
+        milliseconds. Raises RuntimeError if the driver refuses; then channels still copy, by way of the driver's own memory."""
+        ...
+
+    def channel(self, count: int, stride: int) -> Channel:
+        """For so many blocks at a time, and slots of `stride` bytes, a whole number of words. Raises RuntimeError if the device has no room
+        for it."""
+        ...
+
+
 class Pool(Protocol):
     """The memory that peers read and that fetched KV is copied into: `KvPool` on the host, `baton.engine.gpu.pool.DevicePool` on a GPU."""
 
@@ -174,6 +204,11 @@ class Pool(Protocol):
     read_bytes: int  # size of one read of a fetch: its digests are compared while the next one is under way
     waits: bool  # whether `digests` waits for a device
     direct: bool  # whether peers may reach the memory that the engine computes in, so that not everybody needs `expose`
+
+    @property
+    def dma(self) -> Dma | None:
+        """None: the engine computes in the host's memory."""
+        ...
 
     @property
     def nbytes(self) -> int: ...
@@ -214,6 +249,7 @@ class KvPool:
     read_bytes = 8 << 20
     waits = False
     direct = False
+    dma: Dma | None = None
 
     def __init__(self, layout: KvLayout, num_blocks: int, memory: mmap.mmap | None = None) -> None:
         if num_blocks < 1:

@@ -15,30 +15,28 @@ leaves, and compares it with what the pool has when the block is back. So it cov
 nobody waited for is a block that does not come back.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from baton.engine.core.kvcache import DIGEST_BYTES, WORD
-from baton.engine.gpu.device import Mark, upload
+from baton.engine.gpu.device import OwnStream, upload
 from baton.engine.gpu.triton_blocks import digest, gather, scatter
 
 
-class DeviceCarrier:
+class DeviceCarrier(OwnStream):
     """See `baton.engine.core.kvcache.Carrier`."""
 
     def __init__(self, words: Tensor, count: int) -> None:
         """`words`: the pool, `[blocks, words]` int64."""
+        super().__init__(words.device)
         self._pool, self._width, device = words, words.shape[1], words.device
         shape, cuda = (count, self._width + DIGEST_BYTES // WORD), device.type == "cuda"
         self._near = torch.empty(shape, dtype=torch.int64, device=device)
         self._far = torch.zeros(shape, dtype=torch.int64, pin_memory=cuda)
         self._whole = torch.zeros(count, dtype=torch.bool, pin_memory=cuda)
-        self._stream = torch.cuda.Stream(device) if cuda else None
-        self._done = Mark(device)
         self.units = [memoryview(unit) for unit in self._far.view(torch.uint8).numpy()]
 
     def out(self, blocks: Sequence[int]) -> Sequence[memoryview]:
@@ -69,16 +67,3 @@ class DeviceCarrier:
         self._begin(work)
         self._wait()
         return whole.tolist()
-
-    def _begin(self, work: Callable[[], None]) -> None:
-        """Submits it to the carrier's stream."""
-        with self._on_stream():
-            work()
-            self._done.record()
-
-    def _wait(self) -> None:
-        """Returns when the device has done what was submitted."""
-        self._done.wait()
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

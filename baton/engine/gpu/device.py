@@ -1,5 +1,7 @@
 """Work that a device does while the host goes on, and how to wait for it. A CPU does its work immediately, so the same code runs there."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -75,3 +77,29 @@ class Mark:
         """Waits until the device has passed the mark; returns immediately if none was recorded."""
         if self._event is not None:
             self._event.synchronize()
+
+
+class OwnStream:
+    """Work for a device on a stream of its own, one piece after the other, each of which is waited for. For one thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._done = Mark(device)
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        """Submits it. What fails in the middle has ended when it raises: nothing of it touches memory that is given away then."""
+        with self._on_stream():
+            try:
+                work()
+                self._done.record()
+            except BaseException:
+                if self._stream is not None:
+                    self._stream.synchronize()
+                raise
+
+    def _wait(self) -> None:
+        """Returns when the device has done what was submitted."""
+        self._done.wait()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -13,6 +13,7 @@ from torch import Tensor
 from baton.engine.core.kvcache import DIGEST_BYTES, PROBE_PIECES, KvLayout, KvPool, Region
 from baton.engine.gpu.carrier import DeviceCarrier
 from baton.engine.gpu.device import Mark, upload
+from baton.engine.gpu.dma import DeviceDma
 from baton.engine.gpu.staged_pool import StagedPool
 from baton.engine.gpu.triton_blocks import move, words_of
 
@@ -36,6 +37,7 @@ class DevicePool:
         self.staged = StagedPool(KvPool(layout, len(tensor)), tensor)  # the host's pages are allocated when they are needed
         self._tensor = tensor
         self._words = words_of(tensor)
+        self.dma = DeviceDma(self._words)
         self._stream = torch.cuda.Stream(tensor.device) if tensor.device.type == "cuda" else None
 
     @property
