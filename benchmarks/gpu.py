@@ -99,6 +99,12 @@ class Report:
     sections: dict[str, Any] = field(default_factory=dict)
     rows: list[tuple[str, str, str, str, str]] = field(default_factory=list)  # what, measured, share of the ceiling, aim, verdict
     costs: list[dict[str, float]] = field(default_factory=list)
+    write: Callable[[], None] = lambda: None  # of what has been found so far
+
+    def keep(self, section: str, found: dict[str, Any]) -> None:
+        """Of a section that has not ended."""
+        self.sections[section] = found
+        self.write()
 
     def row(self, what: str, measured: str, share: float | None = None, aim: float | None = None, most: bool = False) -> None:
         """`aim`: the least that the share should be, or with `most` the most."""
@@ -692,6 +698,7 @@ class Run:
     def __init__(self, only: set[str], report: Report, budget_s: float, file: Path, where: str) -> None:
         self.only, self.report, self.began = only, report, time.perf_counter()
         self._budget_s, self._file, self._where = budget_s, file, where
+        report.write = self.write
 
     def left(self) -> float:
         """Seconds during which a section may still begin."""

@@ -8,28 +8,49 @@ import itertools
 import statistics
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from gpu import Machine, Report, sequences, steps
 
 from baton.engine.core.colder import Colder, Policy
-from baton.engine.core.kvcache import Pool
+from baton.engine.core.kvcache import DIGEST_BYTES, Pool
 from baton.engine.core.limits import Limits
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence as Seq
 from baton.engine.gpu.overlap import OverlapEngine
 from baton.engine.gpu.runner import GpuRunner
-from baton.tiers.memory_store import MemoryStore
+from baton.tiers.locked_store import LockedStore, memory_store
 from baton.tiers.tier import Bounds
-from baton.tiers.tiers import Tiers
+from baton.tiers.tiers import MakeStores, Tiers
 from baton.worker.colder import MEMORY_READERS
 
 AT_ONCE = 16  # blocks of one save
-WITHIN_S = 60.0
+WITHIN_S = 20.0
 STEPS, WALK_STEPS = 300, 6
+
+
+class Watched(Tiers):
+    """Remembers what has come."""
+
+    def __init__(self, make: MakeStores, policy: Policy) -> None:
+        super().__init__(make, policy)
+        self.came: list[tuple[int, bytes]] = []  # (block, key)
+        self._wanted: dict[int, Sequence[tuple[int, bytes, str]]] = {}
+
+    def load(self, number: int, wanted: Sequence[tuple[int, bytes, str]], compute_s: float) -> None:
+        self._wanted[number] = wanted
+        super().load(number, wanted, compute_s)
+
+    def end(self, number: int) -> list[bool | None]:
+        arrived = super().end(number)
+        wanted = self._wanted.pop(number)
+        self.came += [(block, key) for (block, key, _), came in zip(wanted, arrived, strict=True) if came]
+        return arrived
 
 
 class Reports:
@@ -68,8 +89,8 @@ class Reports:
 
 
 @contextmanager
-def opened(pool: Pool, units: int, policy: Policy) -> Iterator[tuple[Tiers, Reports]]:
-    tiers, reports = Tiers(lambda pool: [(MemoryStore(pool.unit_bytes, units), Bounds(readers=MEMORY_READERS))], policy), Reports()
+def opened(pool: Pool, units: int, policy: Policy) -> Iterator[tuple[Watched, Reports]]:
+    tiers, reports = Watched(lambda pool: [(memory_store(pool, units), Bounds(readers=MEMORY_READERS))], policy), Reports()
     tiers.open(pool, reports)
     try:
         yield tiers, reports
@@ -98,6 +119,13 @@ def load(tiers: Tiers, reports: Reports, number: int, into: Sequence[int], block
     return sum(map(bool, tiers.end(number)))
 
 
+def page_locked(tiers: Tiers) -> bool:
+    """Whether the memory that was used first is."""
+    store = tiers.tiers[0].store
+    assert isinstance(store, LockedStore) and store._memory is not None
+    return torch.from_numpy(store._memory[0]).is_pinned()
+
+
 def round_trip(machine: Machine, report: Report, runner: GpuRunner, blocks: Sequence[int], into: Sequence[int]) -> dict[str, Any]:
     size, pool = len(blocks) * runner.layout.block_bytes, runner.pool
     with opened(pool, 2 * len(blocks), Policy()) as (tiers, reports):
@@ -111,9 +139,12 @@ def round_trip(machine: Machine, report: Report, runner: GpuRunner, blocks: Sequ
             came = load(tiers, reports, turn, into, blocks)
             times["down"].append(saved - began)
             times["up"].append(time.perf_counter() - saved)
+        locked = page_locked(tiers)
     if came != len(blocks) or pool.digests(blocks) != pool.digests(into):
         raise AssertionError(f"{came} of {len(blocks)} blocks came back")
-    found: dict[str, Any] = {"bytes": size}
+    found: dict[str, Any] = {"bytes": size, "page-locked": locked}
+    if machine.cuda and not locked:
+        report.row("G13", "the driver did not page-lock the memory")
     for way, ceiling in (("down", machine.to_host), ("up", machine.to_device)):
         rate = size / min(times[way][1:])
         found[way] = {"bytes/s": rate, "share": rate / ceiling, "seconds": times[way]}
@@ -201,29 +232,40 @@ def returning(machine: Machine, report: Report, runner: GpuRunner, tokens: int) 
     size, chunk = runner.layout.block_size, max(machine.sizes.prefills)
     engine = OverlapEngine(runner, Limits(4, chunk), tokens + 64)
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    found: dict[str, Any] = {"computed": [], "loaded": []}
+    found: dict[str, Any] = {"computed": [], "loaded": [], "loaded tokens": []}
     with opened(runner.pool, 4 * (tokens // size), Policy(at_once=True, wait_s=10.0)) as (tiers, reports):
-        engine.colder = colder = Colder(tiers, engine.pool, engine.scheduler)
+        engine.colder = colder = Colder(tiers, engine.pool, engine.scheduler, both=False)
         for turn in range(3):
             prompt = [(17 * i + turn) % (runner.vocab_size - 1) for i in range(tokens)]
+            known: dict[bytes, bytes] = {}
             for how in ("computed", "loaded"):
+                tiers.came.clear()
                 seq = Seq(f"{turn} {how}", list(prompt), tokens, params, b"")
                 took = first_token(engine, reports, seq)
                 found[how].append(took)
                 if how == "computed":
                     colder.paced(took, tokens, 1)
-                    settle(engine, reports, seq)
-            found["loaded tokens"] = colder.loaded_tokens
-    if found["loaded tokens"] != 3 * ((tokens - 1) // size) * size:
-        raise AssertionError(f"{found['loaded tokens']} tokens were loaded")
+                    known = settle(engine, reports, seq)
+            right = sum(known[key] == digest for key, digest in digests(runner.pool, tiers.came).items())
+            if right != len(tiers.came):
+                raise AssertionError(f"{len(tiers.came) - right} of {len(tiers.came)} blocks that were loaded are wrong")
+            found["loaded tokens"].append(right * size)
+    if not any(found["loaded tokens"]):
+        raise AssertionError("nothing was loaded")
     computed, loaded = (min(found[how][1:]) for how in ("computed", "loaded"))
-    said = f"{loaded * 1e3:.0f} ms; computed {computed * 1e3:.0f} ms"
+    said = f"{loaded * 1e3:.0f} ms; computed {computed * 1e3:.0f} ms; {found['loaded tokens']} tokens were loaded"
     report.row(f"G13 first token of a returning prompt of {tokens}, of computing", said, loaded / computed, 0.35, most=True)
     return found
 
 
-def settle(engine: OverlapEngine, reports: Reports, seq: Seq) -> None:
-    """Waits until all is saved, and forgets what the pool has of it."""
+def digests(pool: Pool, blocks: Sequence[tuple[int, bytes]]) -> dict[bytes, bytes]:
+    """Key → digest. `blocks`: (block, key)."""
+    found = pool.digests([block for block, _ in blocks])
+    return {key: found[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)] for i, (_, key) in enumerate(blocks)}
+
+
+def settle(engine: OverlapEngine, reports: Reports, seq: Seq) -> dict[bytes, bytes]:
+    """Waits until all is saved, and forgets what the pool has of it. Returns the digest of each key's block."""
     until = time.monotonic() + WITHIN_S
     while engine.pool.num_owned or not engine.idle or any(key not in engine.colder.held["host"] for key in seq.keys):  # type: ignore[union-attr]
         if time.monotonic() > until:
@@ -235,18 +277,33 @@ def settle(engine: OverlapEngine, reports: Reports, seq: Seq) -> None:
         engine.colder.noted(engine.pool.drain_changes())  # type: ignore[union-attr]
         reports.changed.wait(0.001)
         reports.changed.clear()
+    blocks = engine.pool.match(seq.keys)
+    found = digests(engine.runner.pool, list(zip(blocks, seq.keys, strict=True)))
+    engine.pool.release(blocks)
     engine.pool.forget(range(engine.pool.num_blocks))
     engine.pool.drain_changes()
+    return found
 
 
 def measure(machine: Machine, report: Report, runner: GpuRunner) -> dict[str, Any]:
+    """Each part is kept as it ends, and one that fails stops no other."""
     tokens = min(8192, max(machine.sizes.prefills))
     count = max(2, tokens // runner.layout.block_size)
     last = runner.pool.num_blocks
     blocks, into = range(last - count, last), range(last - 2 * count, last - count)
     steps_ = WALK_STEPS if not machine.cuda else STEPS
-    return {
-        "round trip": round_trip(machine, report, runner, blocks, into),
-        "beside decodes": beside(machine, report, runner, blocks, into, steps_),
-        "returning prompt": returning(machine, report, runner, tokens),
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "round trip": lambda: round_trip(machine, report, runner, blocks, into),
+        "beside decodes": lambda: beside(machine, report, runner, blocks, into, steps_),
+        "returning prompt": lambda: returning(machine, report, runner, tokens),
     }
+    found: dict[str, Any] = {}
+    for name, part in parts.items():
+        try:
+            found[name] = part()
+        except Exception as error:
+            traceback.print_exc()
+            found["failed"] = found.get("failed", "") + f"{name}: {traceback.format_exc()}"
+            report.row(f"G13 {name}", f"FAILED: {type(error).__name__}: {str(error)[:70]}")
+        report.keep("g13", found)
+    return found

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -127,3 +129,23 @@ def test_a_section_that_fails_stops_no_other_and_what_was_found_is_kept(tmp_path
     found = json.loads((tmp_path / "gpu.json").read_text())["sections"]
     assert list(found) == ["ceilings", "load", "g2", "g9"] and "as plain torch" in found["g9"]["greedy"]
     assert "NoneType" in found["load"]["failed"] and "`load` failed" in found["g2"]["failed"]
+
+
+def test_a_part_of_the_section_on_tiers_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu
+    import gpu_tiers
+
+    def fails(*_: object) -> dict[str, int]:
+        raise TimeoutError("nobody told saved")
+
+    report, kept = gpu.Report(), list[set[str]]()
+    report.write = lambda: kept.append(set(report.sections["g13"]))
+    monkeypatch.setattr(gpu_tiers, "round_trip", fails)
+    monkeypatch.setattr(gpu_tiers, "beside", lambda *_: {"p50": 1})
+    monkeypatch.setattr(gpu_tiers, "returning", lambda *_: {"loaded": 2})
+    runner: Any = SimpleNamespace(layout=SimpleNamespace(block_size=16), pool=SimpleNamespace(num_blocks=40))
+    machine: Any = SimpleNamespace(sizes=gpu.WALK, cuda=False)
+    found = gpu_tiers.measure(machine, report, runner)
+    assert found["beside decodes"] == {"p50": 1} and found["returning prompt"] == {"loaded": 2}
+    assert "round trip: " in found["failed"] and "nobody told saved" in found["failed"], "so that the run has not succeeded"
+    assert kept == [{"failed"}, {"failed", "beside decodes"}, {"failed", "beside decodes", "returning prompt"}], "as each part ends"
