@@ -33,6 +33,7 @@ class Router(generation_pb2_grpc.GenerationServicer):
     forgets: bool = False  # begins again at the first token
     asked: list[pb.GenerateRequest] = field(default_factory=list)
     address: str = ""
+    hangs: threading.Event = field(default_factory=threading.Event)  # whoever asked has been sent what there was before
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         self.asked.append(request)
@@ -57,6 +58,7 @@ class Router(generation_pb2_grpc.GenerationServicer):
         elif isinstance(fault, grpc.StatusCode):
             await context.abort(fault, "bare")
         else:
+            self.hangs.set()
             await asyncio.sleep(60)
 
 
@@ -200,9 +202,7 @@ def test_a_stream_waits_for_its_router_to_be_restarted(take: Take) -> None:
         kill = stack.enter_context(serving(router))
 
         def restart() -> None:
-            while not router.asked:
-                time.sleep(0.01)
-            time.sleep(0.3)
+            assert router.hangs.wait(30)
             kill.set()
             time.sleep(0.7)
             stack.enter_context(serving(router))
@@ -288,9 +288,8 @@ def test_a_stream_goes_on_at_another_router_when_its_own_is_killed(take: Take) -
     with serving(routers[0]) as kill_0, serving(routers[1]) as kill_1:
 
         def kill() -> None:
-            while not any(router.asked for router in routers):
+            while not any(router.hangs.is_set() for router in routers):
                 time.sleep(0.01)
-            time.sleep(0.3)
             mine, other, event = (0, 1, kill_0) if routers[0].asked else (1, 0, kill_1)
             routers[other].faults = []
             assert not routers[other].asked and routers[mine].asked

@@ -190,6 +190,13 @@ class TestSlow:
     ) -> None:
         """An interrupted command closes its connection. The control disables this and reads the reply to another command."""
         await everything_works(registry)
+        sent: asyncio.Queue[None] = asyncio.Queue()
+        send = AbstractConnection.send_packed_command
+
+        async def counted(self: AbstractConnection, *arguments: Any, **options: Any) -> None:
+            await send(self, *arguments, **options)
+            sent.put_nowait(None)
+
         if not protected:
             disconnect = AbstractConnection.disconnect
 
@@ -198,17 +205,21 @@ class TestSlow:
                     await disconnect(self, nowait, **options)
 
             monkeypatch.setattr(AbstractConnection, "disconnect", keep)
+        monkeypatch.setattr(AbstractConnection, "send_packed_command", counted)
         with stopped(server.pid):
             if cut == "timeout":
                 await failure(registry.desired())
             else:
                 task = asyncio.create_task(registry.desired())
-                await asyncio.sleep(0.05)
+                await asyncio.wait_for(sent.get(), BOUND)
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
+            while not sent.empty():
+                sent.get_nowait()
             following = asyncio.create_task(registry.members())
-            await asyncio.sleep(0.05)
+            if not protected:
+                await asyncio.wait_for(sent.get(), BOUND)  # else the connection would be found to have something to read
         if protected:
             assert await following == [RECORD]
         else:

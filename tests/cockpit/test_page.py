@@ -171,7 +171,9 @@ async def test_one_experiment_runs_at_a_time_and_can_be_stopped() -> None:
     second = await ask(page, "/start", "POST", start(duration_s=5))
     assert second.status == 409 and second.error["code"] == "experiment_runs" and "Continuous batching runs" in second.error["message"]
     assert (await ask(page, "/forget", "POST", {"id": first})).error["param"] == "id", "it goes on"
-    await asyncio.sleep(1.2)
+    async with asyncio.timeout(60):
+        while not bench.runs[first].points:
+            await asyncio.sleep(0.02)
     assert (await ask(page, "/stop", "POST", {})).status == 200
     run = await ended(bench, first)
     assert run.state == "stopped" and run.points and run.figures["requests"] >= 1, "what was measured is kept"

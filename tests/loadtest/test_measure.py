@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import subprocess
-import time
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -158,16 +158,20 @@ async def test_a_varied_chunk_size_is_shown_only_for_arms_that_use_it(compared: 
 async def test_a_cluster_whose_start_is_interrupted_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes go on starting without the one that asked for them."""
     told: list[str] = []
+    asked, goes_on = threading.Event(), threading.Event()
 
     def baton(command: str, *arguments: str, timeout_s: float = 60.0, niceness: int = 0) -> subprocess.CompletedProcess[str]:
-        time.sleep(0.2)
+        asked.set()
+        assert goes_on.wait(60)
         told.append(command)
         return subprocess.CompletedProcess([command], 0, "{}", "")
 
     monkeypatch.setattr(cluster, "_baton", baton)
     starting = asyncio.create_task(RunningCluster({}, "loadtest").__aenter__())
-    await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(asked.wait, 60)
     starting.cancel()
+    await asyncio.sleep(0)
+    goes_on.set()
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert told == ["up", "down"]

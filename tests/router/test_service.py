@@ -322,13 +322,14 @@ async def test_a_request_does_not_wait_for_the_tokenizer_beyond_its_deadline(tok
         fingerprint, vocab_size, piece, longest_spelling = tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.piece, 1
 
         def encode(self, text: str, most: int, **how: bool) -> list[int]:
-            time.sleep(0.4)
+            assert go.wait(60)
             return [1]
 
-    house = House(Slow())
-    began = time.monotonic()
-    assert (await house.refused("hello", 0.05)).reason is Reason.DEADLINE
-    assert time.monotonic() - began < 0.3 and not house.script.begun
+    house, go = House(Slow()), threading.Event()
+    async with asyncio.timeout(30):
+        error = await house.refused("hello", 0.05)
+    go.set()
+    assert error.reason is Reason.DEADLINE and not house.script.begun
 
 
 # Admission
@@ -363,7 +364,7 @@ async def test_a_full_queue_refuses_immediately(tokenizer: Tokenizer) -> None:
     tasks = await occupy(house, waiting=3)
     began = time.monotonic()
     error = await house.refused()
-    assert error.reason is Reason.SATURATED and time.monotonic() - began < 0.5
+    assert error.reason is Reason.SATURATED and time.monotonic() - began < 5, "it waited for its deadline, ten seconds"
     assert (house.admission.inflight, house.admission.queued) == (1, 3), "the waiting requests are not disturbed"
     house.script.gate.set()
     await asyncio.gather(*tasks)
@@ -812,7 +813,7 @@ async def test_a_request_that_could_not_be_served_in_time_is_refused_immediately
     tasks = await occupy(house, waiting=3)
     began = time.monotonic()
     error = await house.refused("late", 3.0)
-    assert error.reason is Reason.SATURATED and time.monotonic() - began < 0.5
+    assert error.reason is Reason.SATURATED and time.monotonic() - began < 2.5, "it waited for its deadline"
     assert error.retry_after is not None and 1.0 <= error.retry_after <= 4.0, "four requests are ahead, each for a second"
     patient = asyncio.create_task(house.ask("patient", 300.0))
     await until(lambda: house.admission.queued == 4)

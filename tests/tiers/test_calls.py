@@ -102,5 +102,5 @@ def test_a_caller_waits_for_a_thread_no_longer_than_a_deadline(gate: threading.E
 
 
 def test_many_calls_have_as_many_deadlines_as_they_have_rounds() -> None:
-    calls = Calls(2, 0.25)
-    assert calls.all([lambda: time.sleep(0.06) for _ in range(10)]) == [None] * 10, "0.3 s together"
+    calls = Calls(2, 1.0)
+    assert calls.all([lambda: time.sleep(0.25) for _ in range(10)]) == [None] * 10, "1.25 s together"
