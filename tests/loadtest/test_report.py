@@ -9,6 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 from rich.console import Console, RenderableType
 
-from loadtest.campaign import Arm, Campaign
+from loadtest.campaign import Arm, Campaign, Probe
 from loadtest.pictures import PICTURES, best_of_each_variant, paint
 from loadtest.report import as_json, compare_runs, console_table, draw, explained, failures, sections
-from loadtest.results import Results, best, by_variant
+from loadtest.results import Results, Run, best, by_variant
 from loadtest.slo import Slo
+from loadtest.summary import Summary
 from loadtest.verdict import crossovers, over_variants, varied_crossovers, verdict, verdict_of, versus
 
 
@@ -120,6 +122,27 @@ def test_the_first_seed_chooses_the_rate_and_the_others_judge_there() -> None:
     assert alone.goodputs == {7: 4.0} and alone.chosen_by is None, "a single seed both chooses and judges"
 
 
+@cache
+def known(rate: float, met: int, missed: int) -> tuple[Probe, Summary]:
+    """A run, and its summary, which depends on neither arm nor seed: thousands of few kinds are drawn."""
+    one = counted("", rate, 0, met, missed)
+    return one, campaign([one]).summary(one)
+
+
+def results_of(runs: Iterable[tuple[str, float, int, int, int]]) -> Results:
+    """Of what `counted` makes of an arm, a rate, a seed, and how many requests meet the SLO and how many miss it."""
+    found = []
+    for arm, rate, seed, met, missed in runs:
+        one, told = known(rate, met, missed)
+        found.append(Run(replace(one, arm=arm, seed=seed), told))
+    return Results(campaign([run.probe for run in found]), tuple(found))
+
+
+def test_results_that_are_drawn_are_those_of_their_runs() -> None:
+    drawn = [("a", 2.0, 0, 9, 1), ("b", 2.0, 1, 8, 2), ("b", 4.0, 0, 8, 2)]
+    assert results_of(drawn) == Results.of(campaign([counted(*each) for each in drawn]))
+
+
 def test_an_arm_gains_nothing_from_being_tried_at_more_rates() -> None:
     """Two equal arms whose goodput and attainment are noise; b is tried at six rates, a at two. The judges see no difference on average.
 
@@ -131,8 +154,8 @@ def test_an_arm_gains_nothing_from_being_tried_at_more_rates() -> None:
         runs = []
         for arm, rates in (("a", (4.0, 4.1)), ("b", (4.0, 4.02, 4.04, 4.06, 4.08, 4.1))):
             for seed in (0, 1, 2):
-                runs += [counted(arm, rate, seed, 40 - (missed := draw.randrange(4)), missed) for rate in rates]
-        results = Results.of(campaign(runs))
+                runs += [(arm, rate, seed, 40 - (missed := draw.randrange(4)), missed) for rate in rates]
+        results = results_of(runs)
         told = {arm: best(results, arm).goodput.mean or 0.0 for arm in ("a", "b")}
         largest = {arm: max(run.summary.goodput or 0.0 for run in results.sound(arm)) for arm in ("a", "b")}
         differences.append(told["b"] - told["a"])
@@ -147,8 +170,7 @@ def test_six_equal_arms_have_a_winner_no_more_often_than_two() -> None:
     draw = random.Random(3)
     found, uncorrected = 0, 0
     for _trial in range(100):
-        runs = [counted(arm, 2, seed, 20 + draw.randrange(9), 0) for seed in range(5) for arm in "abcdef"]
-        results = Results.of(campaign(runs))
+        results = results_of((arm, 2, seed, 20 + draw.randrange(9), 0) for seed in range(5) for arm in "abcdef")
         said = verdict_of(results)
         assert all(comparison.family == 15 for comparison in said.comparisons)
         found += any(comparison.beyond_spread for comparison in said.comparisons)

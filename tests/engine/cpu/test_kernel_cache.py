@@ -16,8 +16,25 @@ from baton.engine.cpu.apart import APART
 from baton.engine.cpu.kernel import KERNELS
 from baton.engine.cpu.kernel_cache import GROUPS, MOST_KEYS, OWN, Place, key_of, place_of, root
 
+# Runs each script in a process that has compiled nothing yet, and does not import the libraries again; the last one with a moved cache.
+FORKS = """
+import os, runpy, sys
+import torch
+from numba.core import ccallback
+from baton.engine.cpu import kernel
+kept, moved, *scripts = sys.argv[1:]
+for number, script in enumerate(scripts):
+    if number == len(scripts) - 1:
+        os.rename(kept, moved)
+    os.environ["BATON_KERNEL_CACHE"] = moved if os.path.exists(moved) else kept
+    child = os.fork()
+    if not child:
+        runpy.run_path(script, run_name="__main__")
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, script
+"""
 DOUBLE = """
-import sys
 import torch
 from numba.core import ccallback
 from baton.engine.cpu import kernel
@@ -44,22 +61,14 @@ def test_a_kernel_is_known_by_its_content_not_by_its_path(tmp_path: Path) -> Non
         (tmp_path / name).mkdir()
         (tmp_path / name / "script.py").write_text(DOUBLE + change)
 
-    def hits(folder: str, **env: str) -> str:
-        kept = {"BATON_KERNEL_CACHE": str(tmp_path / "kept"), APART: "1"}  # else all kernels would be compiled for this one
-        done = subprocess.run(
-            [sys.executable, str(tmp_path / folder / "script.py")],
-            env={**os.environ, **kept, **env},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    assert [hits(name) for name in ("one", "two", "changed")] == ["0", "1", "0"]
-    moved = tmp_path / "moved"
-    (tmp_path / "kept").rename(moved)
-    assert hits("one", BATON_KERNEL_CACHE=str(moved)) == "1", "an image copies the folder"
+    scripts = [str(tmp_path / folder / "script.py") for folder in ("one", "two", "changed", "one")]
+    command = [sys.executable, "-c", FORKS, str(tmp_path / "kept"), str(tmp_path / "moved"), *scripts]
+    env = {**os.environ, APART: "1"}  # else all kernels would be compiled for this one
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *hits, moved = done.stdout.split()
+    assert hits == ["0", "1", "0"]
+    assert moved == "1", "an image copies the folder"
 
 
 def test_the_key_covers_what_a_kernel_is_compiled_from_and_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
