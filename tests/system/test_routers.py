@@ -107,7 +107,7 @@ async def test_the_streams_of_a_router_that_dies_continue_at_another(live: Clust
 async def test_a_draining_router_leaves_the_registry_and_finishes_its_streams(live: Cluster) -> None:
     known = await asyncio.to_thread(routers, live)
     leaving = known["router-2"]
-    stream = asyncio.create_task(ask(leaving["endpoints"]["grpc"], [*PROMPT, 80], max_tokens=600))
+    stream = asyncio.create_task(ask(leaving["endpoints"]["grpc"], [*PROMPT, 80], max_tokens=1500))
     await asyncio.to_thread(live.wait, lambda: any(worker["load"]["running"] for worker in live.workers()))
     os.kill(leaving["pid"], signal.SIGTERM)
     await asyncio.to_thread(live.wait, lambda: "router-2" not in routers(live))
