@@ -77,12 +77,12 @@ async def test_kv_that_is_wrong_is_computed_again_and_the_search_finds_the_same(
 
 def test_the_command_prints_the_answers_with_their_scores(four: Cluster) -> None:
     asked = ("generate", "abc", "--beams", "4", "--max-tokens", "8", "--name", four.name)
-    [best, second] = json.loads(four.baton(*asked, "--answers", "2", "--json").stdout)["hypotheses"]
+    [best, second] = json.loads(four.here(*asked, "--answers", "2", "--json").stdout)["hypotheses"]
     assert best["score"] >= second["score"]
-    printed = four.baton(*asked, "--answers", "2").stdout
+    printed = four.here(*asked, "--answers", "2").stdout
     assert printed.startswith(f"{best['score']:.4f}  ") and f"\n\n{second['score']:.4f}  " in printed
-    assert four.baton(*asked).stdout.strip() == best["text"].strip()
-    told = four.baton("generate", "abc", "--answers", "2", "--name", four.name)
+    assert four.here(*asked).stdout.strip() == best["text"].strip()
+    told = four.here("generate", "abc", "--answers", "2", "--name", four.name)
     assert told.returncode and "need --beams" in told.stderr
 
 

@@ -38,13 +38,13 @@ def guarded(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
 
 
 def test_the_host_of_the_cluster_needs_no_key_and_others_need_the_right_one(guarded: Cluster) -> None:
-    here = guarded.baton("status", "--name", guarded.name)
+    here = guarded.here("status", "--name", guarded.name)
     assert here.returncode == 0, here.stderr
-    tenant = guarded.baton("top", "--once", "--name", guarded.name, "--api-key", "shop-key")
+    tenant = guarded.here("top", "--once", "--name", guarded.name, "--api-key", "shop-key")
     assert tenant.returncode == 0, "the cluster's own token comes first on its host"
     for key, works in (("ops-key", True), ("shop-key", False), (None, False)):
         flags = () if key is None else ("--api-key", key)
-        done = guarded.baton("status", "--address", guarded.admin, *flags)
+        done = guarded.here("status", "--address", guarded.admin, *flags)
         assert (done.returncode == 0) == works, done.stderr
         assert works or "admin=yes" in done.stderr
 
@@ -84,7 +84,7 @@ async def test_a_removed_key_stops_working_and_its_running_stream_finishes(guard
         try:
             removed = time.monotonic()
             while await answered(client):
-                assert time.monotonic() - removed < 5, "the key still works"
+                assert time.monotonic() - removed < 60, "the key still works"
                 await asyncio.sleep(0.1)
             rest = [token async for token in tokens]
             assert len(rest) == 199 and running.result.finish_reason == "length", "the stream that ran was cut"

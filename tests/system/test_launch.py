@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,31 +53,30 @@ def secured(model: Path, authority: Path) -> Iterator[Cluster]:
 
 def test_commands_on_the_host_of_a_tls_cluster_need_no_flags(secured: Cluster) -> None:
     """It needs neither flags nor variables, because the cluster's state file names the certificate files."""
-    for verb in (("generate", PROMPT, "--json"), ("status", "--json"), ("trace", "--last", "--json"), ("top", "--once")):
-        done = secured.baton(*verb, "--name", secured.name)
+    verbs = ("generate", PROMPT, "--json"), ("status", "--json"), ("trace", "--last", "--json"), ("top", "--once")
+    for verb, run in zip(verbs, (secured.baton, secured.here, secured.here, secured.here), strict=True):
+        done = run(*verb, "--name", secured.name)
         assert done.returncode == 0, (verb, done.stderr)
     done = secured.baton("chat", "--name", secured.name, "--temperature", "0", input="hello\n")  # a drawn seed may end at once
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
-    assert len(json.loads(secured.baton("status", "--json", "--name", secured.name).stdout)["workers"]) == 2
+    assert len(json.loads(secured.here("status", "--json", "--name", secured.name).stdout)["workers"]) == 2
 
 
 def test_with_an_address_the_tls_files_come_from_the_configuration(secured: Cluster, authority: Path, tmp_path: Path) -> None:
     files = {"tls_cert": "client.pem", "tls_key": "client.key", "tls_ca": "ca.pem"}
     env = {f"BATON_SECURITY_{key.upper()}": str(authority / file) for key, file in files.items()}
-    by_env = subprocess.run(
-        command("baton", "status", "--address", secured.admin), env={**secured.env, **env}, capture_output=True, text=True, timeout=60
-    )
+    by_env = replace(secured, env={**secured.env, **env}).here("status", "--address", secured.admin)
     assert by_env.returncode == 0, by_env.stderr
     settings = "".join(f"  {key}: {authority}/{file}\n" for key, file in files.items())
     (tmp_path / "cluster.yaml").write_text(f"security:\n{settings}")
-    by_file = secured.baton("generate", PROMPT, "--address", secured.grpc, "--config", str(tmp_path / "cluster.yaml"))
+    by_file = secured.here("generate", PROMPT, "--address", secured.grpc, "--config", str(tmp_path / "cluster.yaml"))
     assert by_file.returncode == 0 and by_file.stdout.strip(), by_file.stderr
 
 
 def test_flags_or_a_profile_reach_a_tls_cluster_with_every_command(secured: Cluster, authority: Path, tmp_path: Path) -> None:
     parts = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
     flags = [part for name, file in parts.items() for part in (f"--{name}", str(authority / file))]
-    by_flags = secured.baton("status", "--address", secured.admin, *flags, "--server-name", SERVER_NAME)
+    by_flags = secured.here("status", "--address", secured.admin, *flags, "--server-name", SERVER_NAME)
     assert by_flags.returncode == 0, by_flags.stderr
     doors = f"address: {secured.grpc}\nadmin_address: {secured.admin}\nhttp_address: {secured.http}\n"
     files = "".join(f"{name}: {authority}/{file}\n" for name, file in parts.items())
@@ -89,10 +89,10 @@ def test_flags_or_a_profile_reach_a_tls_cluster_with_every_command(secured: Clus
             ("generate", PROMPT), ("status",), ("trace", "--last"), ("top", "--once"), ("roles", "decode-0", "decode"),
             (*load, "--out", str(tmp_path / "grpc")), (*load, "--door", "http", "--out", str(tmp_path / "http")),
         ):  # fmt: skip
-            done = secured.baton(*verb, timeout=120)
+            done = secured.baton(*verb, timeout=120) if verb[0] == "loadtest" else secured.here(*verb)
             late = "the generator was late" in done.stderr  # on a busy machine; it reached the door all the same
             assert done.returncode == 0 or late, (verb, done.stderr)
-        refused = secured.baton("generate", PROMPT, "--timeout", "5", "--server-name", "other.internal")
+        refused = secured.here("generate", PROMPT, "--timeout", "5", "--server-name", "other.internal")
         assert refused.returncode == 1 and refused.stderr.startswith("baton: UNAVAILABLE"), "flags win over the profile"
     finally:
         del secured.env["BATON_CLIENT_CONFIG"]
@@ -102,7 +102,7 @@ def test_flags_or_a_profile_reach_a_tls_cluster_with_every_command(secured: Clus
 def test_kv_moves_inside_tls_and_certificates_are_renewed_while_the_cluster_runs(secured: Cluster, authority: Path) -> None:
     def handoff(opening: str) -> dict[str, Any]:
         """Of a prompt that no worker caches."""
-        done = secured.baton("generate", f"{opening} {PROMPT}", "--json", "--name", secured.name)
+        done = secured.here("generate", f"{opening} {PROMPT}", "--json", "--name", secured.name)
         assert done.returncode == 0, done.stderr
         told: dict[str, Any] = json.loads(done.stdout)["handoff"]
         return told
@@ -114,7 +114,7 @@ def test_kv_moves_inside_tls_and_certificates_are_renewed_while_the_cluster_runs
     certs.make(authority, renew=True)
     after = {served_certificate(getattr(secured, door), authority) for door in before}
     assert after == {(authority / "server.pem").read_text()} and not after & {*before.values()}
-    assert handoff("second")["blocks"] and secured.baton("status", "--name", secured.name).returncode == 0
+    assert handoff("second")["blocks"] and secured.here("status", "--name", secured.name).returncode == 0
     assert "Traceback" not in "".join(secured.log(name) for name in ("router-0", "prefill-0", "decode-0"))
 
 
@@ -131,7 +131,7 @@ def served_certificate(address: str, authority: Path) -> str:
 def test_without_the_tls_files_commands_are_refused(secured: Cluster) -> None:
     """Negative control."""
     for verb in (("generate", PROMPT, "--timeout", "5", "--address", secured.grpc), ("status", "--address", secured.admin)):
-        done = secured.baton(*verb)
+        done = secured.here(*verb)
         assert done.returncode == 1 and done.stderr.startswith("baton: UNAVAILABLE") and "Traceback" not in done.stderr
 
 
@@ -169,14 +169,14 @@ def test_a_plain_grpc_channel_would_use_the_proxy(behind_a_proxy: Cluster) -> No
 
 def test_the_log_of_a_process_is_shown_while_it_runs_and_when_it_cannot_be_asked(secured: Cluster) -> None:
     for name in ("router-0", "prefill-0", "decode-0"):
-        shown = secured.baton("logs", name, "--name", secured.name)
+        shown = secured.here("logs", name, "--name", secured.name)
         assert shown.returncode == 0 and f" I {name} " in shown.stdout and " ready on " in shown.stdout, shown
-    assert secured.baton("logs", "decode-0", "--lines", "1", "--name", secured.name).stdout.count("\n") == 1
-    unknown = secured.baton("logs", "decode-9", "--name", secured.name)
+    assert secured.here("logs", "decode-0", "--lines", "1", "--name", secured.name).stdout.count("\n") == 1
+    unknown = secured.here("logs", "decode-9", "--name", secured.name)
     assert unknown.returncode == 1 and "known processes: router-0, decode-0, prefill-0" in unknown.stderr
     pid = secured.kill("decode-0", signal.SIGSTOP)
     try:
-        assert " ready on " in secured.baton("logs", "decode-0", "--name", secured.name).stdout, "the file is here"
+        assert " ready on " in secured.here("logs", "decode-0", "--name", secured.name).stdout, "the file is here"
     finally:
         os.kill(pid, signal.SIGCONT)
 

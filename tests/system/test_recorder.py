@@ -38,7 +38,7 @@ def live(model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def replayed(live: Cluster, path: Path) -> list[dict[str, object]]:
-    done = live.baton("replay-run", str(path), "--json", **LONG)
+    done = live.here("replay-run", str(path), "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     found: list[dict[str, object]] = json.loads(done.stdout)
     assert not [one for one in found if one["difference"] or one["left_out"]], found
@@ -64,7 +64,7 @@ async def load(live: Cluster, count: int) -> None:
 async def test_a_cluster_under_load_is_decided_again_as_it_was(live: Cluster, tmp_path: Path) -> None:
     await load(live, 64)
     path = tmp_path / "cluster.jsonl"
-    done = await asyncio.to_thread(live.baton, "record", str(path), "--name", live.name, **LONG)
+    done = await asyncio.to_thread(live.here, "record", str(path), "--name", live.name)
     assert done.returncode == 0, done.stderr
     assert path.stat().st_mode & 0o777 == 0o600
     found = await asyncio.to_thread(replayed, live, path)

@@ -155,16 +155,16 @@ def test_commands_print_results_and_errors(live: Cluster) -> None:
     assert set(told["workers"]) >= {"prefill", "decode"}
     assert set(told["handoff"]) >= {"transport", "blocks", "bytes", "digests_checked", "recomputed_tokens"}
     assert told["token_ids"] == toy_output(list(("Once upon a time, " * 5).encode()), max_tokens=8)
-    drawn = live.baton("generate", "Once upon a time, " * 9, "--trace", *named)
+    drawn = live.here("generate", "Once upon a time, " * 9, "--trace", *named)
     assert drawn.returncode == 0 and all(stage in drawn.stderr for stage in ("queue", "prefill", "transfer", "decode"))
-    status = json.loads(live.baton("status", "--json", "--name", live.name).stdout)
+    status = json.loads(live.here("status", "--json", "--name", live.name).stdout)
     assert status["endpoints"]["grpc"] == live.grpc and len(status["workers"]) == 4
     assert {worker["role"] for worker in status["workers"]} == {"prefill", "decode"}
-    assert "decode-1" in live.baton("status", "--name", live.name).stdout
-    refused = live.baton("generate", "x", "--max-tokens", "0", "--name", live.name)
+    assert "decode-1" in live.here("status", "--name", live.name).stdout
+    refused = live.here("generate", "x", "--max-tokens", "0", "--name", live.name)
     assert refused.returncode == 1 and "max_tokens" in refused.stderr
-    assert live.baton("generate", "x", "--name", "nobody").returncode == 1
-    wrong = live.baton("up", "--engine.blok-size", "8")
+    assert live.here("generate", "x", "--name", "nobody").returncode == 1
+    wrong = live.here("up", "--engine.blok-size", "8")
     assert wrong.returncode == 2 and "block_size" in wrong.stderr
 
 
@@ -195,7 +195,7 @@ async def test_pools_can_be_resized_while_serving(slow: Cluster) -> None:
             prompt = [rng.randrange(256) for _ in range(100)]
             assert list((await ask(client, prompt)).token_ids) == toy_output(prompt)
             served += 1
-            await asyncio.sleep(0.1)  # there is always a request on its way, and no core is kept busy
+            await asyncio.sleep(0.2)  # there is always a request on its way, and no core is kept busy
 
     async with slow.client() as client, asyncio.TaskGroup() as group:
         for seed in range(4):
@@ -210,6 +210,6 @@ async def test_pools_can_be_resized_while_serving(slow: Cluster) -> None:
 
 
 def _scale_and_wait(live: Cluster, prefill: int, decode: int) -> None:
-    done = live.baton("scale", "--prefill", str(prefill), "--decode", str(decode), "--name", live.name)
+    done = live.here("scale", "--prefill", str(prefill), "--decode", str(decode), "--name", live.name)
     assert done.returncode == 0, done.stderr
     live.wait(lambda: (len(live.workers("prefill")), len(live.workers("decode"))) == (prefill, decode))

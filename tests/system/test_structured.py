@@ -116,8 +116,7 @@ def test_the_command_takes_each_form(running: Cluster, tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text(json.dumps({"enum": ["a", "b"]}))
 
     def generate(*flags: str) -> str:
-        command = [sys.executable, "-m", "baton", "generate", "hi", "--address", running.grpc, *flags]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=running.env)
+        done = running.here("generate", "hi", "--address", running.grpc, *flags)
         return done.stdout.strip() if done.returncode == 0 else done.stderr
 
     assert generate("--json-schema", str(tmp_path / "schema.json")) in ('"a"', '"b"')

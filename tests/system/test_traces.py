@@ -176,15 +176,15 @@ def test_the_terminal_and_the_collector_show_the_same_trace(traced: tuple[Cluste
     trace_id, traceparent = numbered(77)
     generate(live, traceparent, token_ids=[(i * 3) % 251 for i in range(150)], request_id="drawn")
     receiver.wait(trace_id, 8)
-    told = json.loads(live.baton("trace", "drawn", "--json", "--name", live.name).stdout)
+    told = json.loads(live.here("trace", "drawn", "--json", "--name", live.name).stdout)
     assert told["trace_id"] == trace_id and [lap["stage"] for lap in told["laps"]] == ["queue", "prefill", "transfer", "decode"]
-    drawn = live.baton("trace", "--last", "--name", live.name)
+    drawn = live.here("trace", "--last", "--name", live.name)
     assert drawn.returncode == 0 and trace_id in drawn.stdout
-    listed = json.loads(live.baton("trace", "--sort", "total", "--slower-than", "0", "--json", "--name", live.name).stdout)
+    listed = json.loads(live.here("trace", "--sort", "total", "--slower-than", "0", "--json", "--name", live.name).stdout)
     assert "drawn" in {one["request_id"] for one in listed}
     assert [one["e2e"] for one in listed] == sorted((one["e2e"] for one in listed), reverse=True)
-    assert "drawn" in live.baton("trace", "--name", live.name).stdout
-    refused = live.baton("trace", "--sort", "colour", "--name", live.name)
+    assert "drawn" in live.here("trace", "--name", live.name).stdout
+    refused = live.here("trace", "--sort", "colour", "--name", live.name)
     assert refused.returncode == 1 and "sort" in refused.stderr and "total" in refused.stderr
     for part in ("drawn", "queue", "prefill-0", "nixl, 10 blocks", "decode-", "output 12"):
         assert part in drawn.stdout, part
@@ -233,17 +233,17 @@ async def test_a_retry_has_its_own_span_and_is_drawn(tmp_path_factory: pytest.Te
     model = toy(tmp_path_factory.mktemp("models") / "toy", step_delay_ms=20)
     with receiving() as (receiver, endpoint), cluster(model, "--telemetry.otlp-endpoint", endpoint, decode=2) as live:
         async with live.client() as client:
-            params: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60, "request_id": "survivor"}
+            params: dict[str, Any] = {"max_tokens": 150, "temperature": 0.0, "ignore_eos": True, "timeout_s": 60, "request_id": "survivor"}
             async with client.generate(token_ids=list(range(100)), **params) as stream:
                 async for token in stream:
                     if token.index == 5:
                         victim = next(worker["name"] for worker in live.workers("decode") if worker["load"]["running"])
                         await asyncio.to_thread(live.kill, victim)
                 assert stream.result.workers["retries"] == 1
-        told = json.loads(live.baton("trace", "survivor", "--json", "--name", live.name).stdout)
+        told = json.loads(live.here("trace", "survivor", "--json", "--name", live.name).stdout)
         assert [failure["worker"] for failure in told["failures"]] == [victim] and told["failures"][0]["reason"] == "WORKER_LOST"
         assert {lap["worker"] for lap in told["laps"] if lap["stage"] == "decode"} == {"decode-0", "decode-1"}
-        drawn = live.baton("trace", "survivor", "--name", live.name).stdout
+        drawn = live.here("trace", "survivor", "--name", live.name).stdout
         assert f"{victim}: WORKER_LOST" in drawn and "1 retry" in drawn
         deadline = time.monotonic() + 30
         while sum(span.name == semconv.DECODE for span in receiver.of(told["trace_id"])) < 2 and time.monotonic() < deadline:
