@@ -1,4 +1,4 @@
-"""Ten thousand engine steps leak neither memory nor objects."""
+"""Thousands of engine steps leak neither memory nor objects."""
 
 import ctypes
 import gc
@@ -16,8 +16,8 @@ from baton.engine.core.sequence import Sequence
 from baton.engine.options import Options
 from baton.models.make_small import make
 
-STEPS, WARM_UP = 10_000, 1_500
-MOST_BYTES, MOST_OBJECTS = 8 << 20, 1_000
+STEPS, WARM_UP = 2_500, 1_000
+MOST_BYTES, MOST_OBJECTS = 2 << 20, 250  # a tenth of an object in each step; without a leak nothing grows after 500 steps
 
 
 class Load:
@@ -70,8 +70,7 @@ def load(tmp_path: Path, request: pytest.FixtureRequest) -> Load:
     return Load(build(Options.of(tmp_path, kv_memory_mib=1, threads=1, **keys)).engine, seed=1)
 
 
-@pytest.mark.timeout(1800)  # a loaded machine needs ten minutes for that many steps
-def test_ten_thousand_steps_leak_nothing(load: Load) -> None:
+def test_thousands_of_steps_leak_nothing(load: Load) -> None:
     more = grown(load, STEPS)
     assert more[0] < MOST_BYTES and more[1] < MOST_OBJECTS, more
     for name in list(load.engine.sequences):
