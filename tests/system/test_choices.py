@@ -127,6 +127,6 @@ async def test_what_cannot_be_is_refused_by_field(running: Cluster, wrong: dict[
 
 def test_the_command_shows_all(running: Cluster) -> None:
     flags = "--n", "2", "--seed", "7", "--max-tokens", "5", "--ignore-eos", "--json", "--address", running.grpc
-    told = json.loads(running.baton("generate", "abc", *flags).stdout)
+    told = json.loads(running.here("generate", "abc", *flags).stdout)
     expected = [toy_output(list(b"abc"), seed=7 + i, max_tokens=5, ignore_eos=True, temperature=1.0) for i in range(2)]
     assert [choice["token_ids"] for choice in told["choices"]] == expected

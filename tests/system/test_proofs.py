@@ -85,7 +85,7 @@ def test_a_worker_that_lies_gets_no_request_and_is_named(live: Cluster, role: st
         live.wait(lambda: worker(live, name)["state"] == "unproven" and "where others say" in worker(live, name).get("error", ""))
         served = {at for number in range(12) for at in places(ask(live, first + number))}
         assert served == {"prefill-0", "decode-0"}
-        shown = live.baton("status", "--name", live.name)
+        shown = live.here("status", "--name", live.name)
         assert "unproven" in shown.stdout and f"{name} is not admitted to {role}" in " ".join(shown.stdout.split())
         assert "where others say" in live.log(name), "its own log says it, too"
     with another(live, role, HONEST, name):

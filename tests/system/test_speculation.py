@@ -63,10 +63,10 @@ async def test_who_asks_for_no_guesses_gets_the_same_tokens_and_none(four: Clust
 
 def test_the_method_in_force_is_told(four: Cluster, tmp_path: Path) -> None:
     assert {worker["speculation"][0] for worker in four.workers("decode")} == {METHOD}
-    assert f"guesses: {METHOD}" in four.baton("status", "--name", four.name).stdout
+    assert f"guesses: {METHOD}" in four.here("status", "--name", four.name).stdout
     asked = ("generate", "ab", "--max-tokens", "30", "--temperature", "0", "--ignore-eos", "--show-draft", "--name", four.name)
-    told = four.baton(*asked, "--speculation", "none")
+    told = four.here(*asked, "--speculation", "none")
     assert "0 of 0 guesses right" in told.stderr
     (tmp_path / "told").write_text(told.stdout.removesuffix("\n"))
-    again = four.baton(*asked, "--prediction", str(tmp_path / "told"))
+    again = four.here(*asked, "--prediction", str(tmp_path / "told"))
     assert again.stdout == told.stdout and "guesses right" in again.stderr

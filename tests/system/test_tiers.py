@@ -75,7 +75,7 @@ async def test_conversations_come_back_from_memory_and_from_the_disk_and_from_th
         assert metric(live, "baton_tier_hits_total", "prefill")["disk"] > 0
         assert await say(live, count - 4) < LENGTH / 2
         assert metric(live, "baton_tier_hits_total", "prefill")["host"] > 0
-        assert "prefill-0 disk: " in live.baton("status", "--name", live.name).stdout
+        assert "prefill-0 disk: " in live.here("status", "--name", live.name).stdout
         incarnation = live.incarnation("prefill-0")
         live.kill("prefill-0")
         await asyncio.to_thread(live.wait, lambda: live.incarnation("prefill-0") > incarnation)
