@@ -165,7 +165,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[Processes]:
-    """20 ms per step and 4 ms per token: a prompt of 500 tokens takes two seconds, an output of 120 tokens three."""
+    """20 ms per step and 4 ms per token: a prompt of 1,000 tokens takes four seconds, an output of 240 tokens six."""
     yield from processes(tmp_path, step_delay_ms=20, token_delay_us=4000)
 
 
@@ -199,7 +199,7 @@ def test_a_client_generated_from_the_proto_alone_works(served: Processes, tmp_pa
 
 
 def test_sigterm_drains_each_process_while_its_requests_finish(slow: Processes) -> None:
-    prompt = [[1] * 500, [2] * 100, [3] * 100]
+    prompt = [[1] * 1000, [2] * 100, [3] * 100]
     during_prefill = Asking(slow, prompt[0], max_tokens=4)
     slow.hand.wait(lambda: any(worker["role"] == "prefill" and worker["load"]["running"] for worker in slow.workers()))
     slow.prefill.terminate()
@@ -212,7 +212,7 @@ def test_sigterm_drains_each_process_while_its_requests_finish(slow: Processes) 
     assert slow.prefill.wait(15) == 0
     slow.hand.wait(lambda: len(slow.workers()) == 1)
 
-    during_decode = Asking(slow, prompt[1], max_tokens=120)
+    during_decode = Asking(slow, prompt[1], max_tokens=240)
     slow.hand.wait(lambda: during_decode.tokens)
     slow.router.terminate()
     slow.hand.wait(lambda: "draining" in slow.hand.log("router"))
@@ -221,9 +221,9 @@ def test_sigterm_drains_each_process_while_its_requests_finish(slow: Processes) 
     with pytest.raises(GenerateError) as refused:
         slow.ask(prompt[2])
     assert refused.value.code == "UNAVAILABLE"  # it accepts no connection any more
-    assert len(during_decode.tokens) < 120, "the stream finished before the signal, so the test proves nothing"
+    assert len(during_decode.tokens) < 240, "the stream finished before the signal, so the test proves nothing"
     result = during_decode.result()
-    assert list(result.token_ids) == toy_output(prompt[1], max_tokens=120) and result.workers["retries"] == 0
+    assert list(result.token_ids) == toy_output(prompt[1], max_tokens=240) and result.workers["retries"] == 0
     assert slow.router.wait(15) == 0 and slow.decode.wait(15) == 0
     assert "Traceback" not in slow.hand.logs()
 
