@@ -248,7 +248,7 @@ def test_http_and_grpc_return_the_same_text(live: Cluster, client: openai.OpenAI
 
 
 def test_status_and_log_name_the_http_address(live: Cluster) -> None:
-    told = json.loads(live.baton("status", "--json", "--name", live.name).stdout)["endpoints"]
+    told = json.loads(live.here("status", "--json", "--name", live.name).stdout)["endpoints"]
     assert told["http"] == live.http
     log = (live.logs.parent / f"{live.name}-up.log").read_text()
     (url, body) = re.search(r"curl (\S+) -H 'content-type: application/json' -d '(.*)'", log).groups()  # type: ignore[union-attr]
@@ -348,10 +348,10 @@ def test_requests_without_a_valid_key_are_refused(small: Cluster) -> None:
                 with pytest.raises(GenerateError) as caught:
                     list(stream)
                 assert caught.value.reason == "UNAUTHENTICATED"
-    asked = small.baton("generate", "x", "--max-tokens", "2", "--name", small.name)
+    asked = small.here("generate", "x", "--max-tokens", "2", "--name", small.name)
     assert asked.returncode == 1 and "API key" in asked.stderr
     small.env["BATON_API_KEY"] = "key-b"
-    assert small.baton("generate", "x", "--max-tokens", "2", "--name", small.name).returncode == 0
+    assert small.here("generate", "x", "--max-tokens", "2", "--name", small.name).returncode == 0
     del small.env["BATON_API_KEY"]
 
 
@@ -582,9 +582,7 @@ def test_mutated_requests_are_handled(small: Cluster) -> None:
 async def test_a_stopping_router_finishes_its_streams(live: Cluster) -> None:
     """It refuses later requests, and the launcher restarts it at the same address."""
     async with httpx2.AsyncClient(base_url=f"http://{live.http}", timeout=60) as client:
-        async with client.stream(
-            "POST", "/v1/completions", json={**LONG, "max_tokens": 600, "stream_options": {"include_usage": True}}
-        ) as response:
+        async with client.stream("POST", "/v1/completions", json={**LONG, "stream_options": {"include_usage": True}}) as response:
             lines = response.aiter_lines()
             await anext(lines)
             os.kill(live.status()["router"]["pid"], signal.SIGTERM)
@@ -593,7 +591,7 @@ async def test_a_stopping_router_finishes_its_streams(live: Cluster) -> None:
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining" and refused.headers["retry-after"]
             rest = [line async for line in lines if line.startswith("data: ")]
             assert rest[-1] == "data: [DONE]"
-            assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 600
+            assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == LONG["max_tokens"]
         await until_status(client, 200)
     await live.quiet()
 
