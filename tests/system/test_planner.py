@@ -83,7 +83,7 @@ async def until(live: Cluster, role: str, count: int, load: "asyncio.Task[None]"
     while len(found := await asyncio.to_thread(serving, live, role)) < count:
         if load.done():
             load.result()
-        assert time.monotonic() < deadline, f"{found} serve {role}; {live.baton('planner', '--why', '--name', live.name).stdout}"
+        assert time.monotonic() < deadline, f"{found} serve {role}; {live.here('planner', '--why', '--name', live.name).stdout}"
         await asyncio.sleep(0.2)
     return found
 
@@ -102,11 +102,10 @@ async def test_a_shift_of_phase_flips_workers_under_load(live: Cluster) -> None:
     await load
     load = asyncio.create_task(answers.run())
     await until(live, "decode", 3, load)
-    await asyncio.sleep(1.0)
     answers.stop()
     await load
     assert prompts.served and answers.served
-    told = decode_json(await asyncio.to_thread(live.baton, "planner", "--why", "--json", "--last", "100", "--name", live.name))
+    told = decode_json(await asyncio.to_thread(live.here, "planner", "--why", "--json", "--last", "100", "--name", live.name))
     flips = [note for note in told if "instead of" in note.get("action", "")]
     assert flips and all(note["demand"]["rate"] > 0 and note["alternatives"] for note in flips)
     assert any(note["kind"] == "outcome" and note["state"] == "settled" for note in told)
@@ -125,7 +124,7 @@ def decode_json(done: Any) -> list[dict[str, Any]]:
 
 
 async def test_why_is_told_to_people(live: Cluster) -> None:
-    done = await asyncio.to_thread(live.baton, "planner", "--why", "--name", live.name)
+    done = await asyncio.to_thread(live.here, "planner", "--why", "--name", live.name)
     assert done.returncode == 0 and "why: the load needs" in done.stdout and "settled after" in done.stdout
 
 
