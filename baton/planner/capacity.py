@@ -80,12 +80,18 @@ class Model:
         numbers, form = self._step
         return step_seconds(numbers, form, Work(decodes=batch, context=round(batch * context)))
 
+    def stay_s(self, sizes: Sizes, demand: Demand) -> float:
+        """Of a request, from its arrival to its last token, without queues."""
+        running = demand.rate * demand.output * self.step_s(1, demand.prompt) / max(1, sizes.decode)
+        batch = max(1, min(self.max_num_seqs, round(running)))
+        return self.prompt_s(demand.uncached) + demand.output * self.step_s(batch, demand.prompt + demand.output / 2)
+
     def effect(self, sizes: Sizes, demand: Demand) -> Effect:
         if sizes.decode < 1:
             return Effect(0.0, 0.0, 1.0, 1.0)  # nobody is served
         if demand.rate <= 0:
             return Effect(1.0, 1.0, 0.0, 0.0)
-        busy = demand.rate * self.prompt_s(demand.uncached)  # workers, on average
+        busy = demand.rate * demand.prefill * self.prompt_s(demand.uncached)  # workers, on average
         if sizes.prefill:
             ttft = self._ttft(busy / sizes.prefill, sizes.prefill, demand)
             tpot, use = self._tpot(sizes.decode, demand, 1.0)
@@ -117,7 +123,7 @@ class Model:
         most = self._most(context, pace, room)
         if most == 0:
             return 0.0, 1.0
-        per_worker = demand.rate * demand.output / workers  # tokens per second
+        per_worker = demand.rate * demand.decode * demand.output / workers  # tokens per second
         batch = self._batch(per_worker, context, pace, room)
         use = per_worker / (most * pace / self.step_s(most, context))
         if batch is None:

@@ -61,6 +61,7 @@ class Worker:
     since: float
     draining: bool = False
     busy: int = 0  # sequences that it has
+    waiting_tokens: int = 0  # of prompts, not computed yet
 
     @property
     def number(self) -> int:

@@ -180,7 +180,8 @@ class Controller:
         for key in [key for key in self._since if key[0] == record.name and key[1:] != (record.incarnation, serves)]:
             del self._since[key]
         pool = record.role if self._sizing.in_pool(record.name, record.role) else ""
-        return Worker(record.name, pool, serves, since, record.state == "draining", record.load.running + record.load.waiting)
+        load, draining = record.load, record.state == "draining"
+        return Worker(record.name, pool, serves, since, draining, load.running + load.waiting, load.waiting_tokens)
 
     async def _take_up(self, seen: Seen) -> None:
         """Once, before the first look: goes on with the change that the planner before has noted. Raises RegistryUnavailable."""

@@ -16,13 +16,10 @@ from dataclasses import replace
 from baton.cluster.records import ROLES, Pools, RoleName
 from baton.planner.capacity import Effect, Model, Sizes
 from baton.planner.change import Action, Change, Flip, Resize, Seen, State, Worker, sized
-from baton.planner.demand import Demand, Interval
+from baton.planner.demand import Demand
+from baton.planner.learning import under_pressure
 from baton.planner.memory import NONE, Alternative, Decision, Memory, Need, Refusal, Rules, kind_of
 
-PREFILL_STAGES = frozenset({"queue", "prefill", "prefill_wait", "prefill_compute"})
-PRESSURE_STEP, PRESSURE_MOST = 1.15, 4.0
-FORGET_S = 3600.0  # after which half of a pressure is gone; twice as long each time that it had to be raised again
-MISSING = 3  # intervals with too many misses in a row, before the model is thought to be wrong
 AGAIN_S = 600.0  # before a worker is asked again that did not change its role when it should have
 GAIN = 0.05  # of the attainment, at least, that a flip within a spent budget must bring
 BACK_OFF, BACK_OFF_MOST_S = 2.0, 3600.0
@@ -46,7 +43,7 @@ def decide(seen: Seen, demand: Demand, model: Model, memory: Memory, rules: Rule
     if memory.change is not None and memory.change.alive:
         why, need = f"change {memory.change.number} is {memory.change.state.value}", memory.needs[-1].grow
         return Decision(None, why, sizes, demand, sizes, memory=memory, need=need)
-    effect = model.effect(sizes, _pressed(demand, memory))
+    effect = model.effect(sizes, under_pressure(demand, memory))
     return _choose(seen, demand, effect, model, memory, rules, now)
 
 
@@ -62,11 +59,6 @@ def hindrance(seen: Seen, rules: Rules, now: float) -> str:
     if not seen.workers:
         return Refusal.of("no worker", "no worker is known")
     return NONE
-
-
-def cold(seen: Seen, rules: Rules, now: float) -> bool:
-    """Whether some worker is so young that what the cluster does says nothing about it."""
-    return any(now - worker.since < rules.cold_s for worker in seen.workers) or any(seen.starting.values())
 
 
 def advance(memory: Memory, seen: Seen, rules: Rules, now: float) -> Memory:
@@ -133,49 +125,6 @@ def _without(memory: Memory, worker: str, now: float) -> Memory:
     return replace(memory, blocked=(*rest, (worker, now + AGAIN_S, AGAIN_S)))
 
 
-def learn(memory: Memory, interval: Interval, seen: Seen, model: Model, demand: Demand, rules: Rules, now: float) -> Memory:
-    """Misses that the model did not foresee mean that it is wrong: the role to blame is then sized for more. What happens while a worker is
-    cold, or while something changes, says nothing and is left out."""
-    if interval.number <= memory.learned:
-        return memory
-    memory = replace(memory, learned=interval.number)
-    changing = memory.change is not None and memory.change.alive
-    lately = now - memory.ended < interval.seconds
-    if cold(seen, rules, now) or changing or lately or interval.judged < 5:
-        return replace(memory, missing=0)
-    attainment = interval.attainment or 0.0
-    if attainment >= rules.target - (1 - rules.target):
-        kept = 0.5 ** (interval.seconds / (FORGET_S * 2 ** min(memory.raised, 10)))
-        prefill, decode = (1 + (each - 1) * kept for each in memory.pressure)
-        return replace(memory, missing=0, pressure=(prefill, decode))
-    if model.effect(seen.sizes, _pressed(demand, memory)).attainment < rules.target - (1 - rules.target):
-        return replace(memory, missing=0)  # it was foreseen
-    missing = memory.missing + 1
-    if missing < MISSING:
-        return replace(memory, missing=missing)
-    pressure = dict(zip(ROLES, memory.pressure, strict=True))
-    role = _blamed(interval, seen, model, demand)
-    pressure[role] = min(PRESSURE_MOST, pressure[role] * PRESSURE_STEP)
-    return replace(memory, missing=0, raised=memory.raised + 1, pressure=(pressure["prefill"], pressure["decode"]))
-
-
-def _blamed(interval: Interval, seen: Seen, model: Model, demand: Demand) -> RoleName:
-    shares = {role: 0.0 for role in ROLES}
-    effect = model.effect(seen.sizes, demand)
-    for stage, count in interval.missed.items():
-        if stage == "error" or stage == "queue":  # for want of room: that of the busier role
-            shares["prefill" if effect.prefill_use > effect.decode_use else "decode"] += count
-        else:
-            shares["prefill" if stage in PREFILL_STAGES else "decode"] += count
-    return "prefill" if shares["prefill"] > shares["decode"] and seen.sizes.prefill else "decode"
-
-
-def _pressed(demand: Demand, memory: Memory) -> Demand:
-    """More tokens of each kind instead of more requests, so that each role has its own factor."""
-    prefill, decode = memory.pressure
-    return Demand(demand.rate, demand.prompt, demand.uncached * prefill, demand.output * decode)
-
-
 def needed(model: Model, demand: Demand, rules: Rules) -> Sizes:
     """The fewest workers with which `target` of the requests meet each objective, within the bounds. The budget may allow less."""
     least, most = rules.least, rules.most
@@ -193,7 +142,7 @@ def needed(model: Model, demand: Demand, rules: Rules) -> Sizes:
 
 
 def _note_need(memory: Memory, model: Model, demand: Demand, rules: Rules, now: float) -> Memory:
-    pressed = _pressed(demand, memory)
+    pressed = under_pressure(demand, memory)
     need = Need(now, needed(model, pressed, rules), needed(model, pressed.times(1 + rules.margin), rules))
     old = [each for each in memory.needs if now - each.at > rules.hold_s]
     kept = [each for each in memory.needs if now - each.at <= rules.hold_s]
@@ -211,7 +160,7 @@ def _surplus(memory: Memory, role: RoleName, size: int, within_s: float, now: fl
 
 def _choose(seen: Seen, demand: Demand, effect: Effect, model: Model, memory: Memory, rules: Rules, now: float) -> Decision:
     sizes, need = seen.sizes, memory.needs[-1].grow
-    pressed = _pressed(demand, memory)
+    pressed = under_pressure(demand, memory)
     found = [Alternative(sizes, effect, "as it is")]
     wants = _candidates(seen, need, pressed, model, memory, rules, now)
     chosen: tuple[str, Action, Alternative] | None = None

@@ -1,13 +1,12 @@
 """What is asked of the cluster: the routers' counts of each interval, and the load that follows from them."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from baton.planner.forecast import Forecast, Forecaster
+from baton.planner.forecast import WINDOW, Forecast, Forecaster, Sum, steady
 
 COUNTS = ("arrived", "firsts", "prompt_tokens", "uncached_tokens", "completed", "completed_tokens", "met")
-MEMORY = 0.6  # of the weight of an interval that the one before keeps, in the mean lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +36,18 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """`rate`: requests per second; the others are tokens of a request, means."""
+    """`rate`: requests per second; `prompt`, `uncached`, `output`: tokens of a request, means. `prefill`, `decode`: how many times as much
+    each role has to do."""
 
     rate: float = 0.0
     prompt: float = 0.0
     uncached: float = 0.0
     output: float = 0.0
+    prefill: float = 1.0
+    decode: float = 1.0
 
     def times(self, factor: float) -> "Demand":
-        return Demand(self.rate * factor, self.prompt, self.uncached, self.output)
+        return replace(self, rate=self.rate * factor)
 
 
 def together(counts: Iterable[Interval], seconds: float) -> list[Interval]:
@@ -71,20 +73,22 @@ class Load:
         """In intervals; see `Forecaster`."""
         self._rate = Forecaster(ahead, period)
         self._last: int | None = None
-        self._firsts = self._prompt = self._uncached = self._completed = self._output = 0.0
+        # Of the last intervals in which some were known: tokens of so many requests.
+        self._prompt, self._uncached, self._output = (deque[Sum](maxlen=WINDOW) for _ in range(3))
 
     def add(self, intervals: Iterable[Interval]) -> None:
         """Intervals that were added before are passed over."""
         for each in sorted(intervals, key=lambda one: one.number):
             if self._last is not None and each.number <= self._last:
                 continue
-            self._rate.add(each.arrived / each.seconds, 0 if self._last is None else each.number - self._last - 1)
+            missing = 0 if self._last is None else each.number - self._last - 1
+            self._rate.add(each.arrived / each.seconds, missing, each.seconds)
             self._last = each.number
-            self._firsts = MEMORY * self._firsts + each.firsts
-            self._prompt = MEMORY * self._prompt + each.prompt_tokens
-            self._uncached = MEMORY * self._uncached + each.uncached_tokens
-            self._completed = MEMORY * self._completed + each.completed
-            self._output = MEMORY * self._output + each.completed_tokens
+            if each.firsts:
+                self._prompt.append(Sum(each.prompt_tokens, each.firsts))
+                self._uncached.append(Sum(each.uncached_tokens, each.firsts))
+            if each.completed:
+                self._output.append(Sum(each.completed_tokens, each.completed))
 
     @property
     def forecast(self) -> Forecast:
@@ -99,7 +103,5 @@ class Load:
     @property
     def demand(self) -> Demand:
         """That is forecast."""
-        firsts, completed = max(self._firsts, 1e-9), max(self._completed, 1e-9)
-        if self._firsts < 1e-6:
-            return Demand(self.forecast.value)
-        return Demand(self.forecast.value, self._prompt / firsts, self._uncached / firsts, self._output / completed)
+        lengths = (steady(sums, events=False).mean if sums else 0.0 for sums in (self._prompt, self._uncached, self._output))
+        return Demand(self.forecast.value, *lengths)

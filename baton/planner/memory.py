@@ -58,8 +58,21 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    """A pressure that was raised, to see whether more workers help. `sizes`, `pressure`, `missed`: those that served, what it was, and the
+    share of requests that missed an objective, before."""
+
+    role: RoleName
+    sizes: Sizes
+    pressure: tuple[float, float]
+    missed: float
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """What was decided before. `pressure`: by how much each role needs more than the model says, from misses that it did not foresee.
+    `reach`: the share of requests that can meet the objectives, whatever the sizes; `misses`: shares that missed one, of the last intervals
+    with too many.
     `blocked`: pools that could not grow and workers that did not flip: until when, and the wait after that."""
 
     change: Change | None = None
@@ -70,7 +83,9 @@ class Memory:
     blocked: tuple[tuple[str, float, float], ...] = ()
     pressure: tuple[float, float] = (1.0, 1.0)
     raised: int = 0  # how often
-    missing: int = 0
+    trial: Trial | None = None  # the oldest that is not judged
+    reach: float = 1.0
+    misses: tuple[float, ...] = ()
     learned: int = -1  # the last interval that was
     awaited: tuple[Pools, float] | None = None  # the sizes that are wanted, and since when
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 
 from baton.planner.capacity import Effect, Model
 from baton.planner.change import Change, Resize, Seen, State
-from baton.planner.decide import begin, decide, learn, note, take_up
+from baton.planner.decide import begin, decide, note, take_up
 from baton.planner.demand import Interval, Load
+from baton.planner.learning import learn
 from baton.planner.memory import Decision, Memory, Rules
+from baton.planner.present import present
 
 LATE = 4.0  # times the time between two looks: what is remembered is then too old to act on
 
@@ -43,10 +45,10 @@ class Planner:
         self.load.add(fresh)
         late_s = 0.0 if self._looked is None else now - self._looked
         self._looked = now
-        demand, rules = self.load.demand, self.rules
+        demand, rules = present(self.load.demand, seen, self.model), self.rules
         if late_s > LATE * self._every_s:
             # Loads and workers of that time were not seen. An unfinished change stays, so that it is not made twice.
-            self.memory = replace(self.memory, needs=(), missing=0)
+            self.memory = replace(self.memory, needs=(), misses=())
             why = f"this planner did not look for {late_s:.0f} s"
             return Decision(None, why, seen.sizes, demand, seen.sizes, memory=self.memory, refused=("late",))
         for each in fresh:

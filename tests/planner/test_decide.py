@@ -193,14 +193,14 @@ def test_a_planner_that_was_late_looks_before_it_acts() -> None:
 def test_cold_workers_teach_nothing() -> None:
     """While workers are cold everybody misses, and the model is not blamed."""
 
-    def pressure(cold_s: float) -> float:
+    def raised(cold_s: float) -> int:
         rules = replace(RULES, cold_s=cold_s)
         load = steps(CHAT, replace(CHAT, rate=24.0), every_s=100.0)
         world = World(planner(rules), load, Pools(2, 2), start_s=30.0, flips=False, cold_s=30.0)
-        return max(world.run(900).planner.memory.pressure)
+        return world.run(900).planner.memory.raised
 
-    assert pressure(cold_s=30.0) == 1.0
-    assert pressure(cold_s=0.0) > 1.0  # negative control: what they do counts from the first moment
+    assert raised(cold_s=30.0) == 0
+    assert raised(cold_s=0.0) > 0  # negative control: what they do counts from the first moment
 
 
 def test_a_model_that_is_wrong_is_corrected() -> None:

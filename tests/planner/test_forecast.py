@@ -3,11 +3,13 @@
 import math
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.planner import forecast
 from baton.planner.demand import Demand, Interval, Load
-from baton.planner.forecast import ENOUGH, LAST, MOST_MISSING, Forecaster
+from baton.planner.forecast import ENOUGH, LAST, MOST_MISSING, Forecaster, Sum, steady
 
 
 def day(interval: int, period: int) -> float:
@@ -93,3 +95,57 @@ def test_lengths_follow_the_last_intervals_and_refused_requests_count() -> None:
     assert load.demand.rate == 20.0 and load.demand.prompt > 600
     load.add([full])  # the same again is passed over
     assert load.demand.rate == 20.0 and load.last == 2
+
+
+def counted(rates: list[float], seconds: float = 10.0, seed: int = 3) -> list[int]:
+    """Arrivals of a Poisson process, of each interval."""
+    rng = random.Random(seed)
+
+    def arrivals(rate: float) -> int:
+        now, count = rng.expovariate(rate), 0
+        while now < seconds:
+            now, count = now + rng.expovariate(rate), count + 1
+        return count
+
+    return [arrivals(rate) for rate in rates]
+
+
+def sums(counts: list[int]) -> list[Sum]:
+    return [Sum(count, 10.0) for count in counts]
+
+
+def test_chance_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some twenty requests an interval, of one rate: what is said is much nearer to it than the last count is."""
+    runs = [counted([2.0] * 8, seed=seed) for seed in range(40)]
+    noise = sum(abs(counts[-1] / 10.0 - 2.0) for counts in runs)
+
+    def off() -> float:
+        return sum(abs(steady(sums(counts), events=True).mean - 2.0) for counts in runs)
+
+    assert off() < 0.5 * noise
+    load = Load(1)
+    load.add([Interval(number, 10.0, arrived=count) for number, count in enumerate(runs[0])])
+    assert load.forecast.by == "steady" and load.demand.rate == steady(sums(runs[0]), events=True).mean
+    monkeypatch.setattr(forecast, "CHANCE", 0.0)  # negative control: every difference is a change
+    assert off() > 0.9 * noise
+
+
+def test_what_is_more_than_chance_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rate_after(change: float) -> float:
+        return steady(sums(counted([10.0] * 8 + [10.0 * change])), events=True).mean
+
+    assert rate_after(2.0) > 17 and rate_after(0.5) < 6.5
+    monkeypatch.setattr(forecast, "CHANCE", 1e9)  # negative control: nothing is ever a change
+    assert rate_after(2.0) < 13 and rate_after(0.5) > 8
+
+
+def test_lengths_are_averaged_until_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    long, short = Sum(44 * 400.0, 44), Sum(44 * 30.0, 44)
+    noisy = [Sum(20 * length, 20) for length in (390.0, 450.0, 370.0, 420.0, 360.0, 400.0, 430.0, 380.0)]
+    assert steady(noisy, events=False).mean == pytest.approx(400.0)
+    assert steady([*[short] * 8, long], events=False).mean == 400.0 and steady([*[long] * 8, short], events=False).mean == 30.0
+    few = [*[short] * 8, Sum(3 * 100.0, 3)]
+    assert steady(few, events=False).mean < 40.0, "a few long ones are no change"
+    monkeypatch.setattr(forecast, "FEW", 0)  # negative control
+    assert steady(few, events=False).mean == 100.0
+    assert steady([Sum(0.0, 10.0)] * 4, events=True).mean == 0.0

@@ -44,6 +44,7 @@ class World:
     flips: bool = True
     liars: frozenset[str] = frozenset()  # workers that do not prove themselves
     truth: float = 1.0  # tokens take so many times as long as the model says
+    hopeless: float = 0.0  # share of requests that miss an objective whatever serves
     stale_from: float | None = None  # from then on no figures come
     deaths: frozenset[int] = frozenset()  # looks at which the planner dies
     dies: str = "after"  # its act, or before it
@@ -155,7 +156,7 @@ class World:
         told = self.effect(replace(asked, rate=rate), seen.sizes)
         if any(self.now - worker.since < self.cold_s for worker in seen.workers):
             told = replace(told, tpot=0.0)  # who compiles and loads serves nobody well
-        first, met = round(arrived * told.ttft), round(arrived * told.attainment)
+        first, met = round(arrived * told.ttft), round(arrived * told.attainment * (1 - self.hopeless))
         return [
             Interval(
                 round(self.now / EVERY_S), EVERY_S, arrived, arrived, round(arrived * asked.prompt), round(arrived * asked.uncached),
