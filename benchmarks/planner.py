@@ -1,6 +1,6 @@
 """The planner against static splits, a rule as of a horizontal autoscaler, and one that knows the load: simulated, the same each time.
 
-    python benchmarks/planner.py --traces FOLDER [--workloads day,shift] [--arms ...] [--quick] [--json FILE]
+    python benchmarks/planner.py --traces FOLDER [--workloads day,shift] [--arms ...] [--tries N] [--quick] [--why] [--json FILE]
 
 The router's and the engine's own code runs in virtual time; a worker is Llama-3.1-70B in 8 bits on four A10, by their sheet. Lengths
 of prompts and outputs are those of the Azure traces of 2023 (code and conversations; Azure Public Dataset, CC BY 4.0), in their order.
@@ -9,66 +9,64 @@ of prompts and outputs are those of the Azure traces of 2023 (code and conversat
            each, so the course of the day is made.)
     shift  code, conversations with answers of 200 tokens or more, code, of 200 s each, at one rate
 
+Objectives: 2.5 times the TTFT and twice the TPOT within which an idle cluster serves nine of ten requests of the workload.
+
 Each arm gets the same requests at the same moments. What counts is the number of requests that met every objective, per hour of a worker,
 from the wish that it starts until it is gone. A static split counts as the best if at least 90 % of its requests met the objectives; where
 none does, the one that met most.
 
-    static   so many workers, always
+    static   so many workers, always: one to five prefill workers, and one or two decode workers
     hpa      each pool by its own load (sequences for each worker), every 15 s; down after the same time as the planner's
-    oracle   sizes by the planner's model for the load that really comes, a start ahead, without cooldown
+    oracle   the best schedule that a search found (`planner_oracle.py`): it knows the load, and simulates what it thinks of. A static split
+             is one of its schedules. Starts and flips take their time; it knows when to ask for them
     planner  `baton.planner`, with no knowledge of what comes
+
+`--json`: what is in the file and was not run again stays.
 """
 
 import argparse
 import asyncio
-import csv
 import json
 import logging
 import math
-import random
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from machine import describe
+from planner_loads import BLOCK, CHUNK, KV_BLOCKS, SEQS, TIMEOUT_S, Offered, Sent, objectives, profile, workload
+from planner_oracle import Made, Schedule, frontier, moments, neighbours, wanted
 
 from baton.clock import loop_time
 from baton.cluster.config_planner import PlannerConfig
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError
 from baton.cluster.records import ROLES, Pools
-from baton.plan.hardware import DEVICES, MEASURED
-from baton.plan.shape import shape_of
-from baton.plan.sheet import profile_of
 from baton.planner.capacity import Model
 from baton.planner.capacity import Sizes as Serving
-from baton.planner.controller import Controller, rules_of
-from baton.planner.decide import needed
-from baton.planner.demand import Demand
+from baton.planner.controller import Controller
+from baton.planner.records import decode
 from baton.planner.rehearsal import SimulatedDoors
 from baton.simulate import virtual_time
 from baton.simulate.cluster import SimulatedCluster, Sizes
 from baton.simulate.pools import SimulatedPools
 from baton.simulate.workers import Times
 
-SLO = SloConfig(ttft_s=7.0, tpot_s=0.055)
 START_S, EVERY_S, ENOUGH = 15.0, 15.0, 0.9
-CHUNK, SEQS, KV_BLOCKS = 2048, 64, 3600  # what 96 GB leave beside the weights
 CONFIG = PlannerConfig(
-    budget=8, interval_s=10, cooldown_s=10.0, hold_s=60.0, cold_s=5.0, stale_s=40.0, start_timeout_s=90.0, flip_timeout_s=30.0,
-    period_s=0.0, least_prefill=1, target=0.95,
+    budget=8, interval_s=10, cooldown_s=10.0, hold_s=2 * START_S, cold_s=5.0, stale_s=40.0, start_timeout_s=90.0, flip_timeout_s=30.0,
+    period_s=0.0, least_prefill=1, target=ENOUGH, keep=10_000,
 )  # fmt: skip
-STATIC = ((2, 2), (3, 2), (3, 3), (4, 2), (4, 3), (5, 3))
-TIMEOUT_S = 60.0
+STATIC = tuple(Serving(prefill, decode) for decode in (1, 2) for prefill in (1, 2, 3, 4, 5))
+START = Serving(2, 2)  # of the arms that change
+BEST = 3  # schedules of the frontier that are simulated
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    at: float
-    prompt: int
-    output: int
+def rank(attainment: float, rate: float) -> tuple[bool, float]:
+    """The larger, the better."""
+    return (True, rate) if attainment >= ENOUGH else (False, attainment)
 
 
 @dataclass(slots=True)
@@ -82,6 +80,9 @@ class Result:
     changes: int
     sizes: list[tuple[float, int, int]]
     seconds: float  # of real time, for the simulation
+    good: set[int]  # numbers of the requests that met every objective
+    notes: list[dict[str, Any]]  # of the planner
+    schedule: list[str]  # of the oracle
 
     @property
     def attainment(self) -> float:
@@ -92,57 +93,34 @@ class Result:
         """Requests that met all objectives, per hour of a worker."""
         return self.met / self.worker_hours
 
+    @property
+    def rank(self) -> tuple[bool, float]:
+        return rank(self.attainment, self.rate)
 
-def lengths(path: Path, least_output: int = 1) -> Iterator[tuple[int, int]]:
-    while True:
-        with path.open() as file:
-            for row in csv.DictReader(file):
-                if int(row["GeneratedTokens"]) >= least_output:
-                    yield max(1, int(row["ContextTokens"])), int(row["GeneratedTokens"])
-
-
-def poisson(rates: Callable[[float], list[float]], seconds: float, sources: list[Iterator[tuple[int, int]]], seed: int) -> list[Sent]:
-    """`rates`: of each source at a moment, requests per second."""
-    rng, found, now = random.Random(seed), list[Sent](), 0.0
-    top = max(sum(rates(t)) for t in range(int(seconds)))
-    while (now := now + rng.expovariate(top)) < seconds:
-        now_rates = rates(now)
-        if rng.random() * top < sum(now_rates):  # thinning (Lewis and Shedler 1979)
-            found.append(Sent(now, *next(rng.choices(sources, now_rates)[0])))
-    return found
-
-
-def workload(name: str, traces: Path, quick: bool) -> list[Sent]:
-    code, conversations = traces / "azure_code_2023.csv", traces / "azure_conv_2023.csv"
-    if name == "shift":
-        part = 60.0 if quick else 200.0
-        return poisson(
-            lambda now: [2.2, 0.0] if int(now // part) % 2 == 0 else [0.0, 2.2], 3 * part, [lengths(code), lengths(conversations, 200)], 1
+    def __str__(self) -> str:
+        return (
+            f"{self.workload:6} {self.arm:12} {self.attainment:6.1%} of {self.offered} met, {self.worker_hours:5.2f} worker-hours,"
+            f" {self.rate:7.0f} met an hour of a worker, {self.changes} changes, {self.failed} failed ({self.seconds:.0f} s)"
         )
-    hour = 10.0 if quick else 40.0
 
-    def rates(now: float) -> list[float]:
-        at = now / hour  # o'clock
-        work = max(0.0, math.cos((at - 13) * math.pi / 12))
-        evening = (1 + math.cos((at - 20) * math.pi / 12)) / 2
-        return [0.1 + 1.5 * work**2, 0.3 + 1.5 * evening**2]
-
-    return poisson(rates, 24 * hour, [lengths(code), lengths(conversations)], 2)
+    def to_json(self) -> dict[str, Any]:
+        told = {name: value for name, value in asdict(self).items() if name not in ("good", "notes", "workload")}
+        return told | {"attainment": self.attainment, "rate": self.rate}
 
 
-def model() -> Model:
-    profile = profile_of(shape_of("llama-3.1-70b"), DEVICES["a10"], MEASURED, devices=4, weight_bits=8)
-    start = replace(profile.models["start"], values={"base": START_S})
-    return Model(replace(profile, models={**profile.models, "start": start}), SLO.ttft_s, SLO.tpot_s, SEQS, KV_BLOCKS * 16, CHUNK)
+def model(slo: SloConfig) -> Model:
+    known = profile()
+    start = replace(known.models["start"], values={"base": START_S})
+    return Model(replace(known, models={**known.models, "start": start}), slo.ttft_s, slo.tpot_s, SEQS, KV_BLOCKS * BLOCK, CHUNK)
 
 
 class Arm:
     """One run: the cluster and whoever sizes it."""
 
-    def __init__(self, sent: list[Sent], sizes: Serving) -> None:
-        self.sent, self.model = sent, model()
-        self.sizes = Sizes(sizes.prefill, sizes.decode, SEQS, KV_BLOCKS, CHUNK, max_queue=512)
-        self.cluster = SimulatedCluster(self.sizes, Times.of(self.model.profile), RouterConfig(max_queue=4096), SLO, large=True)
+    def __init__(self, sent: Sequence[Sent], slo: SloConfig, sizes: Serving) -> None:
+        self.sent, self.model = sent, model(slo)
+        self.sizes = Sizes(sizes.prefill, sizes.decode, SEQS, KV_BLOCKS, CHUNK, BLOCK, max_queue=512)
+        self.cluster = SimulatedCluster(self.sizes, Times.of(self.model.profile), RouterConfig(max_queue=4096), slo, large=True)
         self.pools = SimulatedPools(self.cluster, self.sizes, START_S)
         self.doors = SimulatedDoors(self.cluster, self.pools)
         self.failed = 0
@@ -198,23 +176,8 @@ class Arm:
         asked = {role: max(0 if role == "prefill" else 1, pools[role] + short[role]) for role in ROLES}
         await self.cluster.registry.desire(Pools(asked["prefill"], asked["decode"]))
 
-    def oracle(self) -> Coroutine[Any, Any, None]:
-        rules = rules_of(CONFIG)
-
-        def wants(now: float) -> Serving:
-            sizes = [needed(self.model, self.coming(at), rules) for at in (now, now + START_S)]
-            both = Serving(max(one.prefill for one in sizes), max(one.decode for one in sizes))
-            return both if both.total <= CONFIG.budget else sizes[1]
-
-        return self.follow(wants, 5.0)
-
-    def coming(self, at: float) -> Demand:
-        """The load that really comes in the 30 s around a moment."""
-        found = [one for one in self.sent if at - 15 <= one.at < at + 15]
-        if not found:
-            return Demand()
-        prompt, output = (sum(getattr(one, name) for one in found) / len(found) for name in ("prompt", "output"))
-        return Demand(len(found) / 30.0, prompt, prompt, output)
+    def follows(self, schedule: Schedule, part_s: float) -> Coroutine[Any, Any, None]:
+        return self.follow(lambda now: wanted(schedule, part_s, now, START_S, CONFIG.budget), 1.0)
 
     def hpa(self) -> Coroutine[Any, Any, None]:
         """Kubernetes' rule: ceil(size * load / target), unchanged within a tenth, down to the highest wish of the last while."""
@@ -246,28 +209,98 @@ class Arm:
         return Controller(CONFIG, self.model, self.cluster.registry, self.doors, "planner-0 1", loop_time).run()
 
 
-def run(name: str, arm: str, sent: list[Sent]) -> Result:
+def run(name: str, arm: str, offered: Offered, slo: SloConfig, schedule: Schedule = (START,)) -> Result:
+    """`schedule`: of sizes, which the arms "static" and "oracle" follow; the others begin with the first of them."""
     began = time.perf_counter()
-    split = Serving(*map(int, arm.removeprefix("static ").split("+"))) if arm.startswith("static") else Serving(2, 2)
 
     async def main() -> Result:
-        made = Arm(sent, split)
-        actors = {"hpa": made.hpa, "oracle": made.oracle, "planner": made.planned}
+        made = Arm(offered.sent, slo, schedule[0])
+        actors: dict[str, Callable[[], Coroutine[Any, Any, None]]]
+        actors = {"hpa": made.hpa, "planner": made.planned, "oracle": lambda: made.follows(schedule, offered.part_s)}
         await made.run(actors[arm]() if arm in actors else None)
-        totals = made.cluster.routers[0].journal.totals
-        changes = len(made.pools.history) - 1
+        records = made.cluster.routers[0].journal.last(len(offered.sent))
+        good = {int(one.request_id[1:]) for one in records if one.outcome == "ok" and one.slo_missed is None}
+        notes = decode(await made.cluster.registry.noted_plans(CONFIG.keep))
         return Result(
-            name, arm, len(sent), int(totals.met), made.failed, made.pools.worker_s / 3600, changes, made.pools.history,
-            time.perf_counter() - began,
+            name, arm, len(offered.sent), len(good), made.failed, made.pools.worker_s / 3600, len(made.pools.history) - 1,
+            made.pools.history, time.perf_counter() - began, good, notes, [str(size) for size in schedule] if arm == "oracle" else [],
         )  # fmt: skip
 
     return virtual_time.run(main())
 
 
-def best_static(results: list[Result]) -> Result:
-    static = [one for one in results if one.arm.startswith("static")]
-    good = [one for one in static if one.attainment >= ENOUGH]
-    return max(good, key=lambda one: one.rate) if good else max(static, key=lambda one: one.attainment)
+def oracle(name: str, offered: Offered, slo: SloConfig, static: dict[Serving, Result], tries: int) -> Result:
+    """The best of the static splits, of the frontier, and of what differs a little from the best of these, part for part; `tries`: of that
+    at most."""
+    places = moments([one.at for one in offered.sent], offered.part_s, offered.parts)
+    splits = {
+        size: Made(
+            tuple(sum(places[number] == part for number in one.good) for part in range(offered.parts)),
+            3600 * one.worker_hours / offered.parts,
+        )
+        for size, one in static.items()
+    }
+    tried: dict[Schedule, Result] = {}
+
+    def attempt(schedule: Schedule) -> Result:
+        if schedule not in tried:
+            tried[schedule] = run(name, "oracle", offered, slo, schedule)
+            print(f"    {tried[schedule]}: {' '.join(tried[schedule].schedule)}", flush=True)
+        return tried[schedule]
+
+    for size, one in static.items():
+        schedule = (size,) * offered.parts
+        tried[schedule] = replace(one, arm="oracle", schedule=[str(size)] * offered.parts)
+    for schedule in frontier(splits, len(offered.sent), ENOUGH)[:BEST]:
+        attempt(schedule)
+    best = max(tried, key=lambda schedule: tried[schedule].rank)
+    more = len(tried) + tries
+    for part in range(offered.parts):
+        for schedule in neighbours(best, part, CONFIG.budget):
+            if len(tried) < more and attempt(schedule).rank > tried[best].rank:
+                best = schedule
+    return replace(tried[best], seconds=sum(one.seconds for one in tried.values()))
+
+
+def why(result: Result) -> None:
+    """What the planner decided, and why."""
+    for note in result.notes:
+        if note["kind"] == "outcome":
+            print(f"    {note['at']:6.0f} change {note['change']} {note['state']} after {note['seconds']:.0f} s: {note['why']}")
+            continue
+        demand, pressure = note["demand"], note["pressure"]
+        load = f"{demand['rate']:.2f}/s of {demand['uncached']:.0f} + {demand['output']:.0f}, pressure {pressure}"
+        print(f"    {note['at']:6.0f} {note['serving']} {load}: {note['action'] or 'nothing'}: {note['why']}")
+
+
+def compare(name: str, offered: Offered, slo: SloConfig, arms: Sequence[str], tries: int, path: Path | None) -> list[Result]:
+    found: list[Result] = []
+    static: dict[Serving, Result] = {}
+    for arm in arms:
+        if arm.startswith("static"):
+            size = Serving(*map(int, arm.removeprefix("static ").split("+")))
+            found.append(run(name, arm, offered, slo, (size,)))
+            static[size] = found[-1]
+        else:
+            found.append(oracle(name, offered, slo, static, tries) if arm == "oracle" else run(name, arm, offered, slo))
+        print(found[-1], flush=True)
+        if path is not None:
+            write(path, name, offered, slo, found)
+    return found
+
+
+def write(path: Path, name: str, offered: Offered, slo: SloConfig, found: Sequence[Result]) -> None:
+    """Arms that were run before and not again stay, if they had the same requests and objectives."""
+    told = json.loads(path.read_text()) if path.exists() else {"workloads": {}}
+    made = {"slo": slo.model_dump(), "offered": len(offered.sent)}
+    before = told["workloads"].get(name, {})
+    rows = {row["arm"]: row for row in before["rows"]} if made.items() <= before.items() else {}
+    rows |= {one.arm: one.to_json() for one in found}
+    static = [row for arm, row in rows.items() if arm.startswith("static")]
+    best = max(static, key=lambda row: rank(row["attainment"], row["rate"]))["arm"] if static else None
+    told["workloads"][name] = made | {"best_static": best, "rows": list(rows.values())}
+    told |= {"machine": describe(), "simulated": True, "start_s": START_S, "enough": ENOUGH, "planner": CONFIG.model_dump()}
+    path.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def main() -> None:
@@ -275,26 +308,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--workloads", default="shift,day")
-    parser.add_argument("--arms", default=",".join([*(f"static {p}+{d}" for p, d in STATIC), "hpa", "oracle", "planner"]))
+    parser.add_argument(
+        "--arms", default=",".join([*(f"static {size.prefill}+{size.decode}" for size in STATIC), "hpa", "oracle", "planner"])
+    )
+    parser.add_argument("--tries", type=int, default=100, help="schedules that the oracle tries beyond those of the frontier")
     parser.add_argument("--quick", action="store_true", help="a third of the time, for a test of the program")
+    parser.add_argument("--why", action="store_true", help="tell each decision of the planner")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    found: list[Result] = []
+    arms = asked.arms.split(",")
+    if "oracle" in arms and not any(arm.startswith("static") for arm in arms):
+        parser.error("the oracle begins with static splits: name some before it")
     for name in asked.workloads.split(","):
-        sent = workload(name, asked.traces, asked.quick)
-        for arm in asked.arms.split(","):
-            found.append(run(name, arm, sent))
-            one = found[-1]
-            print(
-                f"{name:6} {arm:12} {one.attainment:6.1%} of {one.offered} met, {one.worker_hours:5.2f} worker-hours,"
-                f" {one.rate:7.0f} met an hour of a worker, {one.changes} changes, {one.failed} failed ({one.seconds:.0f} s)",
-                flush=True,
-            )
-    if asked.json:
-        rows = [asdict(one) | {"attainment": one.attainment, "rate": one.rate} for one in found]
-        best = {name: best_static([one for one in found if one.workload == name]).arm for name in asked.workloads.split(",")}
-        told = {"machine": describe(), "simulated": True, "slo": SLO.model_dump(), "start_s": START_S, "best_static": best, "rows": rows}
-        asked.json.write_text(json.dumps(told, indent=1) + "\n")
+        offered = workload(name, asked.traces, asked.quick)
+        slo = objectives(offered.sent)
+        print(f"{name}: TTFT {slo.ttft_s:g} s, TPOT {1000 * (slo.tpot_s or 0):g} ms", flush=True)
+        found = compare(name, offered, slo, arms, asked.tries, asked.json)
+        if asked.why:
+            for one in found:
+                why(one)
 
 
 if __name__ == "__main__":

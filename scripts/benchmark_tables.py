@@ -10,6 +10,7 @@ from statistics import mean, median
 from typing import Any
 
 from benchmark_aims import other_aims, peers_aims
+from benchmark_planner import planner
 from benchmark_predictions import predicted, predictions
 from benchmark_results import RESULTS, load, markdown, middle, number, source, spread
 from benchmark_tiers import tiers
@@ -424,6 +425,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "overload-tale": ("overload-tale", lambda: overload("overload-tale", "tale")),
     "observability-live": ("observability", observability_live),
     "big_turns": ("big_prompts", big_turns),
+    "planner-shift": ("planner", lambda: planner("shift")),
+    "planner-day": ("planner", lambda: planner("day")),
     "prefill_profile": ("prefill_profile", lambda: prefill_profile("prefill_profile")),
     "prefill_profile-amx": ("prefill_profile-amx", lambda: prefill_profile("prefill_profile-amx")),
 }
