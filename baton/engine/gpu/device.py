@@ -79,27 +79,38 @@ class Mark:
             self._event.synchronize()
 
 
+class Stream:
+    """Beside the one on which steps are computed; a CPU has none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def on(self) -> AbstractContextManager[object]:
+        """What is submitted within goes to it."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def wait(self) -> None:
+        """Returns when all that was submitted has ended."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
 class OwnStream:
     """Work for a device on a stream of its own, one piece after the other, each of which is waited for. For one thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._done = Mark(device)
+        self._stream, self._done = Stream(device), Mark(device)
 
     def _begin(self, work: Callable[[], None]) -> None:
         """Submits it. What fails in the middle has ended when it raises: nothing of it touches memory that is given away then."""
-        with self._on_stream():
+        with self._stream.on():
             try:
                 work()
                 self._done.record()
             except BaseException:
-                if self._stream is not None:
-                    self._stream.synchronize()
+                self._stream.wait()
                 raise
 
     def _wait(self) -> None:
         """Returns when the device has done what was submitted."""
         self._done.wait()
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -66,7 +66,7 @@ class DeviceChannel(OwnStream):
         """`words`: the pool, `[blocks, words]` int64."""
         super().__init__(words.device)
         self._pool, self._width = words, words.shape[1]
-        with self._on_stream():  # whose memory it is, from the allocator's first use of it on
+        with self._stream.on():  # whose memory it is, from the allocator's first use of it on
             self._near = torch.empty(count, stride // WORD, dtype=torch.int64, device=words.device)
         self._digests = torch.zeros(count, DIGEST_BYTES // WORD, dtype=torch.int64, pin_memory=words.device.type == "cuda")
 

@@ -4,7 +4,6 @@ no part in it. The others go by the host's memory, through which the blocks are 
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from baton.engine.core.kvcache import DIGEST_BYTES, PROBE_PIECES, KvLayout, KvPool, Region
 from baton.engine.gpu.carrier import DeviceCarrier
-from baton.engine.gpu.device import Mark, upload
+from baton.engine.gpu.device import Mark, Stream, upload
 from baton.engine.gpu.dma import DeviceDma
 from baton.engine.gpu.staged_pool import StagedPool
 from baton.engine.gpu.triton_blocks import move, words_of
@@ -38,7 +37,7 @@ class DevicePool:
         self._tensor = tensor
         self._words = words_of(tensor)
         self.dma = DeviceDma(self._words)
-        self._stream = torch.cuda.Stream(tensor.device) if tensor.device.type == "cuda" else None
+        self._stream = Stream(tensor.device)
 
     @property
     def region(self) -> Region:
@@ -70,7 +69,7 @@ class DevicePool:
     def flip(self, block: int) -> None:
         """On the device, and in what the host has of it."""
         self.staged.block(block)[0] ^= 1
-        with self._on_our_stream():
+        with self._stream.on():
             self._words[block, 0] ^= 1
             mark = self._mark()
         mark.wait()
@@ -96,7 +95,7 @@ class DevicePool:
     def begin_copy(self, peer: Tensor, remote: Sequence[int], local: Sequence[int]) -> Callable[[], bool]:
         """Begins to copy `remote[i]` of an opened pool to `local[i]` of this one; the answer tells whether it has ended. Raises
         RuntimeError if the device refuses or has failed."""
-        with self._on_our_stream():
+        with self._stream.on():
             there, here = self._ids(remote), self._ids(local)
             move(peer, there, self._words, here)
             mark = self._mark()
@@ -118,9 +117,6 @@ class DevicePool:
         mark = Mark(self._tensor.device)
         mark.record()
         return mark
-
-    def _on_our_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 def rows(layout: KvLayout, num_blocks: int) -> int:

@@ -8,7 +8,6 @@ those of the device's memory on both sides, so that they cover both ways over th
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.core.kvcache import KvPool
+from baton.engine.gpu.device import Stream
 from baton.engine.gpu.staging import Staging
 from baton.engine.gpu.triton_blocks import digest_on_host
 
@@ -71,7 +71,7 @@ class Lane:
     """One way over the bus: a stream, and a buffer on each side of it, which one thread uses at a time."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._stream = torch.cuda.Stream(tensor.device) if tensor.device.type == "cuda" else None
+        self._stream = Stream(tensor.device)
         self._slots = max(1, min(STAGED_BLOCKS, STAGED_BYTES // (tensor[0].numel() * tensor.element_size())))
         self._staging = Staging(tensor, self._slots)
         self._free = threading.Lock()
@@ -79,7 +79,7 @@ class Lane:
     def bring(self, blocks: Sequence[int], host: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]") -> None:
         """Copies blocks of the device to `host` `[num_blocks, block_bytes]`. Returns when they are there."""
         for part in self._parts(blocks):
-            with self._free, self._on_stream():
+            with self._free, self._stream.on():
                 self._staging.begin_out(part)
                 self._staging.wait()
                 host[part] = self._staging.host[: len(part)].numpy()
@@ -87,17 +87,14 @@ class Lane:
     def take(self, blocks: Sequence[int], host: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]") -> None:
         """Copies blocks of `host` to the device. Returns when they are there."""
         for part in self._parts(blocks):
-            with self._free, self._on_stream():
+            with self._free, self._stream.on():
                 self._staging.host[: len(part)].numpy()[:] = host[part]
                 self._staging.begin_in(part)
                 self._staging.wait()
 
     def digests(self, blocks: Sequence[int]) -> bytes:
-        with self._on_stream():
+        with self._stream.on():
             return self._staging.digests(blocks)
 
     def _parts(self, blocks: Sequence[int]) -> "list[np.ndarray[tuple[int], np.dtype[np.int64]]]":
         return [np.array(blocks[i : i + self._slots], dtype=np.int64) for i in range(0, len(blocks), self._slots)]
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

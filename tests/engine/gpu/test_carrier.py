@@ -31,7 +31,7 @@ class SlowCarrier(DeviceCarrier):
     """The same on a device, whose stream is busy with something else before."""
 
     def _begin(self, work: Callable[[], None]) -> None:
-        with self._on_stream():
+        with self._stream.on():
             torch.cuda._sleep(LONG)
         super()._begin(work)
 

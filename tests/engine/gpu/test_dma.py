@@ -37,15 +37,15 @@ class LateChannel(DeviceChannel):
     """A stream that does its work when somebody waits for it, and no sooner; on a device, one that is busy with something else before."""
 
     def _begin(self, work: Callable[[], None]) -> None:
-        if self._stream is None:
+        if not self._pool.is_cuda:
             self._late = work
             return
-        with self._on_stream():
+        with self._stream.on():
             torch.cuda._sleep(LONG)
         super()._begin(work)
 
     def _wait(self) -> None:
-        if self._stream is None:
+        if not self._pool.is_cuda:
             self._late()
         else:
             super()._wait()
