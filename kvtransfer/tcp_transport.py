@@ -147,7 +147,7 @@ class _Peer:
             self._put_idle(sock)
             sock = None
         except OSError as error:
-            raise transfer_failed(f"{self._name}: {error or type(error).__name__}") from error
+            raise transfer_failed(f"{self._name}: {str(error) or type(error).__name__}") from error
         finally:
             if sock is not None:
                 with self._lock:

@@ -35,7 +35,7 @@ from baton.launch.launcher import Launcher, Place, ProcessState, RestartRule, Te
 from baton.launch.placing import Gpus
 
 REACHABLE_S = 5.0
-JOIN_S = 60.0  # to start or join a cluster
+JOIN_S = 120.0  # to start or join a cluster; on a busy machine Ray needs more than a minute
 SUPERVISOR_S = 60.0  # for Ray to start the supervisors of a growth, once they have room
 ANSWER_S = 2.0  # for a supervisor to report the state of its child
 PARTING_S = KILLED_S + 5.0  # beyond the grace period, for a supervisor to report that its child is gone
@@ -208,7 +208,7 @@ class RayLauncher(Launcher):
         except (Exception, SystemExit) as error:  # ray.init raises almost anything
             self._thread.shutdown(wait=False)
             hint = "; if it uses tokens, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN" if self._address else ""
-            raise BatonError(Reason.INTERNAL, f"no Ray cluster at {where}: {error or type(error).__name__}{hint}") from error
+            raise BatonError(Reason.INTERNAL, f"no Ray cluster at {where}: {str(error) or type(error).__name__}{hint}") from error
         finally:
             take_back(signal.SIGTERM)
 
@@ -301,7 +301,7 @@ class RayLauncher(Launcher):
             async with asyncio.timeout(SUPERVISOR_S):
                 await asyncio.gather(*(place.ready() for place in places.values()))
         except (RayError, TimeoutError) as error:
-            raise BatonError(Reason.INTERNAL, f"{template.role}: Ray did not start a supervisor: {error or 'timeout'}") from error
+            raise BatonError(Reason.INTERNAL, f"{template.role}: Ray did not start a supervisor: {str(error) or 'timeout'}") from error
 
     def _call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

@@ -24,6 +24,7 @@ from ray._raylet import Config  # type: ignore[attr-defined]  # its stubs lack i
 
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.gpus import Device
+from baton.launch import ray_launcher
 from baton.launch.child import MOVES, Life, move
 from baton.launch.launcher import Launcher, ProcessState, RestartRule, Restarts, Roster, Template, Watchdog
 from baton.launch.local_launcher import LocalLauncher
@@ -687,6 +688,14 @@ def descendants(pid: int) -> list[int]:
 async def test_a_dead_address_is_refused_quickly() -> None:
     with pytest.raises(BatonError, match=r"no Ray cluster at 127\.0\.0\.1:9"):
         await joined("127.0.0.1:9")
+
+
+async def test_a_ray_that_does_not_start_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error without a text is told by its kind."""
+    monkeypatch.setattr(ray_launcher, "JOIN_S", 0.01)
+    monkeypatch.setattr(RayLauncher, "_connect", lambda self: time.sleep(0.1))
+    with pytest.raises(BatonError, match=r"no Ray cluster at this machine: TimeoutError$"):
+        await joined("")
 
 
 # Rules, with a manual clock

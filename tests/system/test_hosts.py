@@ -48,7 +48,7 @@ class Spread:
             except grpc.RpcError:
                 return False
 
-        until(there)
+        until(there, 120.0)  # all of them start at once
 
 
 @contextmanager

@@ -145,7 +145,7 @@ def test_the_first_screen_of_the_readme_works(terminal: Terminal, client_alone: 
     # At its first start an installation compiles its kernels for a minute or more. That is not tested here.
     small = ("--engine.kv-memory-mib", "64", "--engine.compiled", "false")
     up = json.loads(terminal.type("baton", "up", "--detach", *FREE_PORTS, *small))
-    assert terminal.type("baton", "generate", PROMPT, "--max-tokens", "20", "--trace").strip()
+    assert terminal.type("baton", "generate", PROMPT, "--max-tokens", "20", "--ignore-eos", "--trace").strip()
     status = json.loads(terminal.type("baton", "status", "--json"))
     assert sorted(worker["role"] for worker in status["workers"]) == ["decode", "prefill"] and status["model"] == "tale"
     assert "prefill" in terminal.type("baton", "trace", "--last")
