@@ -61,7 +61,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         self._unproved = own.unproved
 
     async def Status(self, request: worker_pb2.StatusRequest, context: Context) -> worker_pb2.StatusResponse:
-        own = self._describe_router()
+        own, planner = self._describe_router(), await self._watch.planner()
         return worker_pb2.StatusResponse(
             endpoints=own.endpoints,
             model=own.model_name,
@@ -75,6 +75,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
             workers=await asyncio.gather(*(self._describe(record) for record in self._view.members.records())),
             routers=[worker_pb2.RouterInfo(**asdict(record)) for record in self._peers.together(own)],
             starts=[worker_pb2.Start(**asdict(record)) for record in await self._watch.starts()],
+            planner=None if planner is None else worker_pb2.PlannerStatus(**asdict(planner)),
         )
 
     async def Live(self, request: worker_pb2.LiveRequest, context: Context) -> worker_pb2.LiveResponse:

@@ -170,7 +170,17 @@ def status(cluster: dict[str, Any]) -> Group:
     reasons = [Text(f"{worker['name']}: {worker['error']}", style="red") for worker in cluster["workers"] if worker.get("error")]
     tiers = [_tier(worker["name"], tier) for worker in cluster["workers"] for tier in worker["tiers"]]
     alarm = [Text(router["alarm"], style="red")] if router["alarm"] else []
-    return Group(head, *alarm, routers, table, *tiers, *reasons, *(_start(start) for start in cluster["starts"]))
+    planner = [_planner(told, datetime.now())] if (told := cluster.get("planner")) else []
+    return Group(head, *alarm, *planner, routers, table, *tiers, *reasons, *(_start(start) for start in cluster["starts"]))
+
+
+def _planner(planner: dict[str, Any], now: datetime) -> Text:
+    """Who plans, and what was decided last, and why."""
+    who = f"planner {planner['leader']} leads" if planner["leader"] else "a planner explains (dry run)"
+    if not planner["at"]:
+        return Text(f"{who} · no decision yet")
+    would = "would do " if planner["dry_run"] and planner["action"] else ""
+    return Text(f"{who} · {moment(planner['at'], now)} {would}{planner['action'] or 'no change'}: {planner['why']}")
 
 
 def _tier(worker: str, tier: dict[str, Any]) -> Text:

@@ -221,6 +221,10 @@ class RedisRegistry:
         keys = (self._key(office), self._key(f"{office}-term"))
         return int(await self._commands.script(_LEAD, keys, (who, round(ttl_s * 1000), term)))
 
+    async def leader(self, office: Office = "planner") -> str:
+        held = await self._commands.call("GET", self._key(office))
+        return cast(bytes, held).decode(errors="replace").partition(" ")[2] if held is not None else ""
+
     async def resign(self, who: str, term: int, office: Office = "planner") -> None:
         await self._commands.script(_RESIGN, (self._key(office),), (f"{term} {who}",))
 

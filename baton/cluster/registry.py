@@ -73,6 +73,9 @@ class Registry(Protocol):
         """Take, or with the number of one's own term keep, the lease of an office for so long. Returns the number of the term, which grows
         with each new one; 0 while another leads. `who` must be a name that no other process ever has."""
 
+    async def leader(self, office: Office = "planner") -> str:
+        """Who leads now; empty: nobody."""
+
     async def resign(self, who: str, term: int, office: Office = "planner") -> None:
         """End one's own term; no other is touched."""
 

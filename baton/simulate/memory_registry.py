@@ -128,6 +128,11 @@ class MemoryRegistry:
         self._leaders[office] = f"{self._terms[office]} {who}", until
         return self._terms[office]
 
+    async def leader(self, office: Office = "planner") -> str:
+        self._reach()
+        leader, until = self._leaders.get(office, ("", 0.0))
+        return leader.partition(" ")[2] if until > self._now() else ""
+
     async def resign(self, who: str, term: int, office: Office = "planner") -> None:
         self._reach()
         if self._leads(f"{term} {who}", office):

@@ -829,7 +829,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("endpoints", "model", "router", "workers", "routers", "starts")
+    __slots__ = ("endpoints", "model", "router", "workers", "routers", "starts", "planner")
     class EndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -843,13 +843,29 @@ class StatusResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
+    PLANNER_FIELD_NUMBER: _ClassVar[int]
     endpoints: _containers.ScalarMap[str, str]
     model: str
     router: RouterStatus
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     routers: _containers.RepeatedCompositeFieldContainer[RouterInfo]
     starts: _containers.RepeatedCompositeFieldContainer[Start]
-    def __init__(self, endpoints: _Optional[_Mapping[str, str]] = ..., model: _Optional[str] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterInfo, _Mapping]]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ...) -> None: ...
+    planner: PlannerStatus
+    def __init__(self, endpoints: _Optional[_Mapping[str, str]] = ..., model: _Optional[str] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterInfo, _Mapping]]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., planner: _Optional[_Union[PlannerStatus, _Mapping]] = ...) -> None: ...
+
+class PlannerStatus(_message.Message):
+    __slots__ = ("leader", "dry_run", "at", "action", "why")
+    LEADER_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    leader: str
+    dry_run: bool
+    at: float
+    action: str
+    why: str
+    def __init__(self, leader: _Optional[str] = ..., dry_run: _Optional[bool] = ..., at: _Optional[float] = ..., action: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("name", "role", "incarnation", "pid", "host", "step", "done", "total", "unit", "cpu_s")

@@ -622,6 +622,18 @@ def test_status_shows_what_became_of_quantised_matrices() -> None:
     assert "matrices" not in shown(180, workers=[worker, {**worker, "matrices": ""}])
 
 
+def test_status_says_what_the_planner_decided_last() -> None:
+    planner = {"leader": "planner-0", "dry_run": False, "at": 0.0, "action": "", "why": ""}
+    assert "planner" not in shown(180) and "planner" not in shown(180, planner=None)
+    assert "planner planner-0 leads · no decision yet" in shown(180, planner=planner)
+    decided = {"at": time.time(), "why": "too few decode"}
+    told = shown(180, planner=planner | decided)
+    assert re.search(r"planner-0 leads · \d\d:\d\d:\d\d no change: too few decode", told)
+    dry = {"leader": "", "dry_run": True, "action": "decode pool 1 → 2"}
+    told = shown(180, planner=planner | decided | dry)
+    assert re.search(r"a planner explains \(dry run\) · \d\d:\d\d:\d\d would do decode pool 1 → 2: too few decode", told)
+
+
 @pytest.mark.parametrize("width", [60, 180])
 def test_status_lists_the_routers_if_there_are_several(width: int) -> None:
     doors = {"grpc": "127.0.0.1:8470", "http": "127.0.0.1:8000", "admin": "127.0.0.1:8471", "page": "127.0.0.1:8472"}

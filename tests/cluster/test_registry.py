@@ -218,18 +218,22 @@ async def test_leave_removes_only_its_own_incarnation(world: World) -> None:
 
 
 async def test_one_planner_leads_at_a_time(world: World) -> None:
-    first = await world.registry.lead("a", 10.0)
+    assert await world.other.leader() == ""
+    first = await world.registry.lead("a 7", 10.0)
     assert first > 0 and await world.other.lead("b", 10.0) == 0
+    assert await world.other.leader() == "a 7" and await world.other.leader("prover") == ""
     await world.advance(9.0)
-    assert await world.registry.lead("a", 10.0, first) == first, "it keeps its term"
+    assert await world.registry.lead("a 7", 10.0, first) == first, "it keeps its term"
     await world.advance(9.0)
     assert await world.other.lead("b", 10.0) == 0
     await world.advance(2.0)
     second = await world.other.lead("b", 10.0)
-    assert second > first and await world.registry.lead("a", 10.0, first) == 0
-    await world.registry.resign("a", first)  # not its term any more
+    assert second > first and await world.registry.lead("a 7", 10.0, first) == 0
+    await world.registry.resign("a 7", first)  # not its term any more
     assert await world.registry.lead("a", 10.0) == 0
+    assert await world.registry.leader() == "b"
     await world.other.resign("b", second)
+    assert await world.registry.leader() == ""
     assert await world.registry.lead("a", 10.0) > second
 
 

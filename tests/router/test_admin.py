@@ -1,6 +1,7 @@
 """The admin port over a real connection: the command line receives what the router knows under the same names, with the same values."""
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -297,6 +298,33 @@ async def test_a_router_that_does_not_answer_is_left_out() -> None:
         await until_routers(stub, ["router-0", "router-9"])
         assert await last(stub, 5) == ["mine"]
         assert read_live(await stub.Live(pb.LiveRequest(), timeout=20))["totals"]["outcomes"] == {"ok": 1}
+
+
+async def test_status_says_who_plans_and_what_was_decided_last(house: tuple[House, Any]) -> None:
+    registry = house[0].registry
+
+    async def told() -> dict[str, Any] | None:
+        planner: dict[str, Any] | None = read_status(await house[1].Status(pb.StatusRequest(), timeout=20))["planner"]
+        return planner
+
+    def note(at: float, action: str, dry: bool) -> bytes:
+        return json.dumps({"kind": "decision", "at": at, "action": action, "why": f"why {at:g}", "dry": dry, "forecast": {}}).encode()
+
+    none = {"leader": "", "dry_run": False, "at": 0.0, "action": "", "why": ""}
+    assert await told() is None
+    term = await registry.lead("planner-0 7", 60.0)
+    assert await told() == none | {"leader": "planner-0"}
+    for one in (note(1, "decode pool 1 → 2", False), b'{"kind": "outcome", "change": 1}', b"{", note(2, "prefill pool 1 → 2", True)):
+        await registry.note_plan(one, 10)
+    decided = {"at": 1.0, "action": "decode pool 1 → 2", "why": "why 1"}
+    assert await told() == none | {"leader": "planner-0"} | decided, "not what came of it, and not what a dry run beside it would do"
+    await registry.resign("planner-0 7", term)
+    assert await told() == none | {"dry_run": True, "at": 2.0, "action": "prefill pool 1 → 2", "why": "why 2"}
+    await registry.note_plan(note(3, "", False), 1)
+    assert await told() is None, "the planner that decided has gone"
+    await registry.lead("planner-1 8", 60.0)
+    registry.available = False
+    assert await told() is None
 
 
 async def last(stub: Any, count: int) -> list[str]:

@@ -126,6 +126,8 @@ def decode_json(done: Any) -> list[dict[str, Any]]:
 async def test_why_is_told_to_people(live: Cluster) -> None:
     done = await asyncio.to_thread(live.here, "planner", "--why", "--name", live.name)
     assert done.returncode == 0 and "why: the load needs" in done.stdout and "settled after" in done.stdout
+    planner = live.status()["planner"]
+    assert planner["leader"] == "planner-0" and planner["at"] and planner["why"] and not planner["dry_run"]
 
 
 def test_what_it_does_can_be_scraped(live: Cluster) -> None:
