@@ -296,9 +296,9 @@ def write(path: Path, name: str, offered: Offered, slo: SloConfig, found: Sequen
     before = told["workloads"].get(name, {})
     rows = {row["arm"]: row for row in before["rows"]} if made.items() <= before.items() else {}
     rows |= {one.arm: one.to_json() for one in found}
-    static = [row for arm, row in rows.items() if arm.startswith("static")]
-    best = max(static, key=lambda row: rank(row["attainment"], row["rate"]))["arm"] if static else None
-    told["workloads"][name] = made | {"best_static": best, "rows": list(rows.values())}
+    static = [arm for arm in rows if arm.startswith("static")]
+    static.sort(key=lambda arm: rank(rows[arm]["attainment"], rows[arm]["rate"]), reverse=True)
+    told["workloads"][name] = made | {"static": static, "rows": list(rows.values())}
     told |= {"machine": describe(), "simulated": True, "start_s": START_S, "enough": ENOUGH, "planner": CONFIG.model_dump()}
     path.write_text(json.dumps(told, indent=1) + "\n")
 

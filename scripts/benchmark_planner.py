@@ -1,7 +1,5 @@
 """The tables of docs/benchmarks/planner.md."""
 
-from typing import Any
-
 from benchmark_results import load, markdown, number
 
 SHOWN = 4  # static splits: the best, and those that come next
@@ -11,8 +9,8 @@ def planner(workload: str) -> str:
     """Arms beside the best static split and, where it was run, the oracle. Of the static splits, those that come first."""
     found = load("planner")["workloads"][workload]
     rows = {row["arm"]: row for row in found["rows"]}
-    best = rows[found["best_static"]]
-    static = sorted((row for arm, row in rows.items() if arm.startswith("static")), key=_rank, reverse=True)[:SHOWN]
+    static = [rows[arm] for arm in found["static"][:SHOWN]]  # the best comes first
+    best = static[0]
     table = []
     for row in (*static, *(rows[arm] for arm in ("hpa", "oracle", "planner") if arm in rows)):
         oracle = f"{row['rate'] / rows['oracle']['rate']:.2f}" if "oracle" in rows else "not run"
@@ -20,12 +18,6 @@ def planner(workload: str) -> str:
         cells = [f"{row['attainment']:.1%}", number(row["worker_hours"]), number(row["rate"]), f"{row['rate'] / best['rate']:.2f}", oracle]
         table.append([name, *cells])
     return markdown(["arm", "met", "worker-hours", "met per worker-hour", "÷ best static", "÷ oracle"], table)
-
-
-def _rank(row: dict[str, Any]) -> tuple[bool, float]:
-    """As `benchmarks/planner.py` ranks them."""
-    enough = row["attainment"] >= load("planner")["enough"]
-    return enough, row["rate"] if enough else row["attainment"]
 
 
 def _named(arm: str) -> str:
