@@ -34,8 +34,9 @@ class Point:
     met: int = 0  # requests that completed and met every objective
     tpot: Counter[int] = field(default_factory=Counter)  # of requests that completed
     arrived: int = 0
-    prompt_tokens: int = 0  # of requests that got their first token
-    uncached_tokens: int = 0  # part of them
+    prompts: int = 0  # that were sent to a worker
+    prompt_tokens: int = 0  # of those
+    uncached_tokens: int = 0  # part of them: was not promised, or turned out not to be cached
     completed_tokens: int = 0  # output of requests that completed
     missed: Counter[str] = field(default_factory=Counter)  # requests by the stage to blame; error: refused or failed
 
@@ -62,11 +63,18 @@ class Curves:
         if tpot_s is not None:
             point.tpot[bisect_left(BOUNDS, tpot_s)] += 1
 
-    def first(self, now: float, ttft_s: float, prompt_tokens: int = 0, uncached_tokens: int = 0) -> None:
+    def prompt(self, now: float, tokens: int, uncached_tokens: int) -> None:
+        """One was sent to a worker: what it asks for counts when it comes, however long its answer takes."""
+        point = self._at(now)
+        point.prompts += 1
+        point.prompt_tokens += tokens
+        point.uncached_tokens += uncached_tokens
+
+    def first(self, now: float, ttft_s: float, broken_tokens: int = 0) -> None:
+        """`broken_tokens`: of the prompt, promised and not cached."""
         point = self._at(now)
         point.ttft[bisect_left(BOUNDS, ttft_s)] += 1
-        point.prompt_tokens += prompt_tokens
-        point.uncached_tokens += uncached_tokens
+        point.uncached_tokens += broken_tokens
 
     def tokens(self, now: float, count: int, gaps: Sequence[float]) -> None:
         """`gaps`: seconds before those of the tokens that are not the first of their output."""
@@ -116,6 +124,7 @@ def merge(points: Iterable[Point]) -> list[Point]:
         total.met += point.met
         total.tpot.update(point.tpot)
         total.arrived += point.arrived
+        total.prompts += point.prompts
         total.prompt_tokens += point.prompt_tokens
         total.uncached_tokens += point.uncached_tokens
         total.completed_tokens += point.completed_tokens

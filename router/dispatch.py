@@ -370,8 +370,12 @@ class Dispatcher:
 
     def _seek(self, request: Request, choice: Choice, failed: set[Identity], bypass: bool) -> Sought:
         served = self._model.served
-        keys = self._choosing.keys(request)[: (request.prompt_len - 1) // served.block_size] if served else []
-        return self._explainer.seek(choice, bypass, keys, failed)
+        size = served.block_size if served else 0
+        keys = self._choosing.keys(request)[: (request.prompt_len - 1) // size] if size else []
+        sought = self._explainer.seek(choice, bypass, keys, failed)
+        if request.trace.promised_tokens is None:
+            request.trace.promised_tokens = sought.promised * size
+        return sought
 
     def _note_cached(self, request: Request, cached_tokens: int, sought: Sought | None) -> None:
         """The prompt was computed, with so many cached tokens. `sought`: None if it counts for another answer."""

@@ -117,6 +117,7 @@ class Record:
 class Drawn:
     """How much of a request the curves show already."""
 
+    prompt: bool = False
     first: bool = False
     tokens: int = 0
     gaps: int = 0
@@ -238,10 +239,13 @@ class Journal:
         if request is None:
             return
         now = self._wall_clock()
+        promised = trace.promised_tokens if request.choice == 0 else None  # the other choices have the same prompt
+        if promised is not None and not drawn.prompt:
+            drawn.prompt = True
+            self.curves.prompt(now, request.prompt_len, max(0, request.prompt_len - promised))
         if trace.first_at and not drawn.first:
             drawn.first = True
-            prompt = request.prompt_len if request.choice == 0 else 0  # the other choices have the same
-            self.curves.first(now, ttft(trace.watch.start, trace.first_at), prompt, max(0, prompt - trace.cached_tokens))
+            self.curves.first(now, ttft(trace.watch.start, trace.first_at), max(0, (promised or 0) - trace.cached_tokens))
         gaps = trace.gaps[drawn.gaps :]
         self.curves.tokens(now, max(0, request.made - drawn.tokens), gaps)
         self._itl.observe_all(gaps)

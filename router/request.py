@@ -98,6 +98,7 @@ class Trace:
     step: str = ""  # within the queue: tokenizing, admission
     retries: int = 0
     cached_tokens: int = 0
+    promised_tokens: int | None = None  # that were thought to be cached where the prompt was first sent to; None: nowhere yet
     fetched_tokens: int = 0  # prompt tokens whose KV the prefill worker fetched from another worker's cache
     prefill_wait_ms: float = 0.0
     prefill_compute_ms: float = 0.0

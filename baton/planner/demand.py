@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.planner.forecast import WINDOW, Forecast, Forecaster, Sum, steady
 
-COUNTS = ("arrived", "firsts", "prompt_tokens", "uncached_tokens", "completed", "completed_tokens", "met")
+COUNTS = ("arrived", "prompts", "prompt_tokens", "uncached_tokens", "completed", "completed_tokens", "met")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +16,9 @@ class Interval:
     number: int
     seconds: float
     arrived: int = 0
-    firsts: int = 0  # requests that got their first token
+    prompts: int = 0  # that were sent to a worker
     prompt_tokens: int = 0  # of those
-    uncached_tokens: int = 0  # part of them: was computed
+    uncached_tokens: int = 0  # part of them: is to be computed
     completed: int = 0
     completed_tokens: int = 0  # output of those
     met: int = 0  # requests that met all objectives
@@ -84,9 +84,9 @@ class Load:
             missing = 0 if self._last is None else each.number - self._last - 1
             self._rate.add(each.arrived / each.seconds, missing, each.seconds)
             self._last = each.number
-            if each.firsts:
-                self._prompt.append(Sum(each.prompt_tokens, each.firsts))
-                self._uncached.append(Sum(each.uncached_tokens, each.firsts))
+            if each.prompts:
+                self._prompt.append(Sum(each.prompt_tokens, each.prompts))
+                self._uncached.append(Sum(each.uncached_tokens, each.prompts))
             if each.completed:
                 self._output.append(Sum(each.completed_tokens, each.completed))
 

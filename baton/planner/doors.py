@@ -68,6 +68,6 @@ def to_interval(point: Any) -> Interval:
     """`point`: a `CurvePoint`, or what it was made from."""
     completed = point.outcomes.get("ok", 0)
     return Interval(
-        point.number, STEP_S, point.arrived, sum(point.ttft.values()), point.prompt_tokens, point.uncached_tokens, completed,
+        point.number, STEP_S, point.arrived, point.prompts, point.prompt_tokens, point.uncached_tokens, completed,
         point.completed_tokens, point.met, dict(point.missed),
     )  # fmt: skip

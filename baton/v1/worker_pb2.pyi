@@ -1214,7 +1214,7 @@ class CurvesResponse(_message.Message):
     def __init__(self, points: _Optional[_Iterable[_Union[CurvePoint, _Mapping]]] = ...) -> None: ...
 
 class CurvePoint(_message.Message):
-    __slots__ = ("number", "running", "queued", "kv", "output_tokens", "outcomes", "ttft", "itl", "met", "tpot", "arrived", "prompt_tokens", "uncached_tokens", "completed_tokens", "missed")
+    __slots__ = ("number", "running", "queued", "kv", "output_tokens", "outcomes", "ttft", "itl", "met", "tpot", "arrived", "prompt_tokens", "uncached_tokens", "completed_tokens", "missed", "prompts")
     class OutcomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1265,6 +1265,7 @@ class CurvePoint(_message.Message):
     UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MISSED_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
     number: int
     running: float
     queued: float
@@ -1280,7 +1281,8 @@ class CurvePoint(_message.Message):
     uncached_tokens: int
     completed_tokens: int
     missed: _containers.ScalarMap[str, int]
-    def __init__(self, number: _Optional[int] = ..., running: _Optional[float] = ..., queued: _Optional[float] = ..., kv: _Optional[float] = ..., output_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., ttft: _Optional[_Mapping[int, int]] = ..., itl: _Optional[_Mapping[int, int]] = ..., met: _Optional[int] = ..., tpot: _Optional[_Mapping[int, int]] = ..., arrived: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., completed_tokens: _Optional[int] = ..., missed: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    prompts: int
+    def __init__(self, number: _Optional[int] = ..., running: _Optional[float] = ..., queued: _Optional[float] = ..., kv: _Optional[float] = ..., output_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., ttft: _Optional[_Mapping[int, int]] = ..., itl: _Optional[_Mapping[int, int]] = ..., met: _Optional[int] = ..., tpot: _Optional[_Mapping[int, int]] = ..., arrived: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., completed_tokens: _Optional[int] = ..., missed: _Optional[_Mapping[str, int]] = ..., prompts: _Optional[int] = ...) -> None: ...
 
 class TraceRecord(_message.Message):
     __slots__ = ("request_id", "at", "outcome", "reason", "prompt_tokens", "output_tokens", "cached_tokens", "retries", "laps", "failures", "bypasses", "handoff", "read", "verify", "trace_id", "slo_missed", "ttft", "tpot", "e2e", "prefill_wait", "prefill_compute", "stages", "fetched_tokens", "connect", "tenant", "put_aside", "retry_refused", "drafted_tokens", "accepted_tokens", "guesses", "choice", "choices", "cache")

@@ -16,6 +16,7 @@ from baton.cluster.records import Pools
 from baton.cluster.registry import RegistryUnavailable
 from baton.planner.capacity import Model
 from baton.planner.controller import Controller
+from baton.planner.demand import Interval, Load
 from baton.planner.meter import Meter
 from baton.planner.records import decode
 from baton.planner.rehearsal import SimulatedDoors
@@ -112,6 +113,31 @@ def test_a_shift_of_phase_flips_a_worker_under_load_and_nothing_is_lost() -> Non
     assert changes and changes <= set(outcomes) | {max(changes)}
     flips = [note for note in told if "serves decode instead" in note.get("action", "")]
     assert flips and flips[-1]["expected"]["attainment"] >= flips[-1]["now"]["attainment"] and flips[-1]["alternatives"]
+
+
+def test_a_burst_of_long_prompts_is_seen_before_its_first_token() -> None:
+    """Each takes ten seconds to compute. What the second of the two like prompts will find cached is promised, and not counted."""
+    seen: list[Interval] = []
+
+    async def act(rehearsal: Rehearsal) -> None:
+        await rehearsal.offer(10, 5.0, prompt=64, output=4)
+        answered = rehearsal.served
+        burst = [asyncio.create_task(rehearsal._ask(number, 20_000, 4)) for number in (101, 102, 101)]
+        await asyncio.sleep(1.0)
+        await rehearsal.doors.counts()  # a router draws its curves each second
+        await asyncio.sleep(5.0)
+        seen.extend(await rehearsal.doors.counts())
+        assert rehearsal.served == answered
+        await asyncio.gather(*burst)
+
+    rehearsal = rehearse(act)
+    assert not rehearsal.lost
+    assert sum(each.prompt_tokens for each in seen) == 3 * 20_000 + 2 * 64 and sum(each.prompts for each in seen) == 5
+    assert sum(each.completed for each in seen) == 2
+    assert 2 * 20_000 <= sum(each.uncached_tokens for each in seen) - 2 * 64 < 2 * 20_000 + 64
+    load = Load(1)
+    load.add(seen)
+    assert load.demand.prompt > 10_000, "the mean of a request, from now on"
 
 
 def scraped(book: Book) -> dict[str, dict[tuple[str, ...], float]]:

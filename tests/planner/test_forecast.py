@@ -88,9 +88,9 @@ def test_a_long_gap_forgets_everything() -> None:
 
 def test_lengths_follow_the_last_intervals_and_refused_requests_count() -> None:
     load = Load(1)
-    load.add([Interval(1, 5.0, arrived=50, firsts=50, prompt_tokens=5000, uncached_tokens=4000, completed=50, completed_tokens=500)])
+    load.add([Interval(1, 5.0, arrived=50, prompts=50, prompt_tokens=5000, uncached_tokens=4000, completed=50, completed_tokens=500)])
     assert load.demand == Demand(10.0, 100.0, 80.0, 10.0)
-    full = Interval(2, 5.0, arrived=100, firsts=50, prompt_tokens=50_000, uncached_tokens=50_000, completed=50, completed_tokens=500)
+    full = Interval(2, 5.0, arrived=100, prompts=50, prompt_tokens=50_000, uncached_tokens=50_000, completed=50, completed_tokens=500)
     load.add([full])
     assert load.demand.rate == 20.0 and load.demand.prompt > 600
     load.add([full])  # the same again is passed over

@@ -24,7 +24,7 @@ def seen(pools: Pools = PAIR) -> Seen:
 def taught(memory: Memory, met: int, first: int, pools: Pools = PAIR, model: Model = MODEL) -> Memory:
     """By as many intervals as one conclusion takes: of 50 requests, so many are met, the others were slow to decode."""
     for number in range(first, first + MISSING):
-        interval = Interval(number, EVERY_S, arrived=50, firsts=50, completed=50, met=met, missed={"decode": 50 - met})
+        interval = Interval(number, EVERY_S, arrived=50, prompts=50, completed=50, met=met, missed={"decode": 50 - met})
         memory = learn(memory, interval, seen(pools), model, CHAT, RULES, number * EVERY_S)
     return memory
 
@@ -54,7 +54,7 @@ def test_misses_that_no_worker_cures_do_not_buy_workers(monkeypatch: pytest.Monk
 def test_what_was_learned_of_a_reach_is_forgotten() -> None:
     memory = Memory(reach=0.6)
     for number in range(1, 2000):
-        interval = Interval(number, EVERY_S, arrived=50, firsts=50, completed=50, met=50)
+        interval = Interval(number, EVERY_S, arrived=50, prompts=50, completed=50, met=50)
         memory = learn(memory, interval, seen(), MODEL, CHAT, RULES, number * EVERY_S)
     assert memory.reach > 0.9
 
@@ -66,7 +66,7 @@ def test_requests_that_came_before_a_change_teach_nothing() -> None:
     assert 5 < stay_s < 60
 
     def misses(now: float) -> tuple[float, ...]:
-        interval = Interval(100, EVERY_S, arrived=50, firsts=50, completed=50, met=30, missed={"decode": 20})
+        interval = Interval(100, EVERY_S, arrived=50, prompts=50, completed=50, met=30, missed={"decode": 20})
         return learn(Memory(ended=0.0), interval, seen(), MODEL, slow, RULES, now).misses
 
     assert misses(EVERY_S + 0.9 * stay_s) == () and misses(EVERY_S + 1.1 * stay_s) == (0.4,)

@@ -97,7 +97,8 @@ def test_what_a_planner_asks_for_is_counted_and_merged() -> None:
     for curves in (one, two):
         curves.arrive(0.0)
         curves.arrive(1.0)
-        curves.first(2.0, 0.1, prompt_tokens=100, uncached_tokens=60)
+        curves.prompt(1.5, 100, 40)
+        curves.first(2.0, 0.1, broken_tokens=20)
         curves.end(3.0, "ok", met=True, tpot_s=0.01, tokens=7)
         curves.end(4.0, "refused", missed="error")
     for curves, times in ((one, 1), (two, 2)):
