@@ -127,6 +127,7 @@ ARROWS = {
     "baton.tiers": {
         "baton.engine.core.block_key",
         "baton.engine.core.colder",
+        "baton.engine.core.ghosts",
         "baton.engine.core.kvcache",
         "baton.engine.core.long_contexts",
         "baton.engine.core.pages",
@@ -242,6 +243,7 @@ HOMES = {
 PURE = (
     "baton/engine/defaults.py",
     "baton/engine/core/arrivals.py", "baton/engine/core/scheduler.py", "baton/engine/core/blocks.py", "baton/engine/core/sequence.py",
+    "baton/engine/core/ghosts.py",
     "baton/engine/core/drafting.py", "baton/engine/core/prompt_lookup.py", "baton/engine/core/step_costs.py",
     "baton/engine/core/grammar.py", "baton/engine/core/masks.py", "baton/engine/core/thinking.py", "baton/engine/grammars/closing.py",
     "baton/engine/grammars/keywords.py", "baton/engine/grammars/repetition.py",

@@ -186,6 +186,8 @@ def _planner(planner: dict[str, Any], now: datetime) -> Text:
 def _tier(worker: str, tier: dict[str, Any]) -> Text:
     """What of its KV that left the pool a worker still has, and whether that pays."""
     told = f"{worker} {tier['medium']}: {tier['blocks']}/{tier['capacity']} blocks, {tier['hits']} of {tier['reads']} came back"
+    if tier["state"] == "watching":
+        return Text.assemble(f"{told} · ", (f"only watches: {tier['why']}", "cyan"))
     if tier["state"] != "on":
         return Text.assemble(f"{told} · ", (f"{tier['state']}: {tier['why']}" if tier["why"] else tier["state"], "red"))
     gain = tier["saved_s"] - tier["spent_s"]

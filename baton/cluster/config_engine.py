@@ -101,6 +101,11 @@ class TiersConfig(Section):
         description="When a block is copied to a tier. evicted: shortly before its room in the pool is needed; at_once: when it is full, so"
         " that a restart loses none.",
     )
+    keep: Literal["returning", "all"] = Field(
+        default="returning",
+        description="returning: while no block that left the pool comes back, nothing more is kept, until one does; all: everything is kept"
+        " nevertheless.",
+    )
     save_mib_per_s: float | None = Field(
         default=None, gt=0, le=1_000_000, description="The most that a worker writes to one tier, MiB/s. Not set: as fast as it goes."
     )

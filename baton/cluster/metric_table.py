@@ -314,6 +314,17 @@ TABLE: tuple[Metric, ...] = (
     Metric("baton_tier_blocks", "gauge", "blocks", WORKERS, "Blocks that a tier holds.", {"medium": TIERS}),
     Metric("baton_tier_on", "gauge", "1", WORKERS, "0: the tier has failed, or rests because it did not pay.", {"medium": TIERS}),
     Metric(
+        "baton_tier_watching", "gauge", "1", WORKERS, "1: the tier keeps nothing new, because what leaves the pool does not come back.",
+        {"medium": TIERS},
+    ),
+    Metric(
+        "baton_tier_left_total", "counter", "blocks", WORKERS, "Blocks that left the pool of a worker with tiers, kept or not.",
+    ),
+    Metric(
+        "baton_tier_returned_total", "counter", "blocks", WORKERS,
+        "Blocks that a prompt needed after they had left the pool, or that a tier brought: those that are worth keeping.",
+    ),
+    Metric(
         "baton_tier_gain_seconds", "gauge", "seconds", WORKERS,
         "Computing that a tier saved in the last ten minutes, less the time that it cost; below 0 it does not pay.", {"medium": TIERS},
     ),

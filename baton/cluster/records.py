@@ -54,7 +54,7 @@ class TierRecord:
     """A place for KV that has left a worker's pool."""
 
     medium: str  # one of MEDIA
-    state: str  # on, failed, probing, resting, closed
+    state: str  # on, watching, failed, probing, resting, closed
     why: str = ""  # it is not on
     blocks: Count = 0
     capacity: Count = 0

@@ -23,6 +23,7 @@ from xxhash import xxh3_128_digest
 
 from baton.engine.core.block_key import KEY_BYTES
 from baton.engine.core.colder import SAVED
+from baton.engine.core.ghosts import Ghosts
 from baton.engine.core.kvcache import Pool
 from baton.moves import Moves
 from baton.tiers.choice import Measured, Rate
@@ -86,8 +87,8 @@ class Told(NamedTuple):
     """What a tier says of itself."""
 
     medium: str
-    state: str
-    why: str  # it is off
+    state: str  # "watching" if it `watches`
+    why: str  # it is off, or only watches
     units: int
     capacity: int
     tally: Tally
@@ -107,6 +108,7 @@ class Tier:
     """`moved(stored, keys)` is told, in some thread, what the tier gained or lost."""
 
     below: "Tier | None" = None  # gets what this one has no more room for
+    ghosts: Ghosts | None = None  # whether what leaves the pool comes here; None: it does
     units = 0  # keys that `moved` was told of and that are still here
 
     def __init__(
@@ -156,6 +158,11 @@ class Tier:
     def on(self) -> bool:
         return self.state is State.ON
 
+    @property
+    def watches(self) -> bool:
+        """Whether it is on, and keeps nothing new that may come back or not."""
+        return self.on and self.ghosts is not None and not self.ghosts.open
+
     def rate(self, now: float) -> Rate | None:
         return self._rate.at(now)
 
@@ -165,7 +172,8 @@ class Tier:
             saved_s, spent_s = self.worth.lately(now)
             rate, units, tally = self._rate.at(now), (self.units, self.store.capacity), replace(self.worth.tally)
             cost = self.store.unit_bytes / rate.bytes_per_s / compute_s if rate and compute_s else 0.0
-            return Told(self.medium, self.state.value, self.why, *units, tally, saved_s, spent_s, cost)
+            state = ("watching", self.ghosts.why) if self.watches and self.ghosts is not None else (self.state.value, self.why)
+            return Told(self.medium, *state, *units, tally, saved_s, spent_s, cost)
 
     def save(self, save: Save) -> None:
         """Never waits. `done` is called in any case, also now."""
@@ -358,13 +366,16 @@ class Tier:
             if good and piece.counts:
                 self._rate.note(good * size, began - piece.began, now - began, now)
         if good < asked:
-            self._tell(False, [key for key, whole in zip(piece.keys, came, strict=True) if not whole])
+            self._tell(False, [key for key, whole in zip(piece.keys, came, strict=True) if not whole], unless_held=True)
 
-    def _tell(self, stored: bool, keys: Sequence[bytes] | None = None) -> None:
-        """None: all keys that it was told of."""
+    def _tell(self, stored: bool, keys: Sequence[bytes] | None = None, unless_held: bool = False) -> None:
+        """None: all keys that it was told of. `unless_held`: what did not come may have been written again meanwhile. That is told after it
+        was written, so what is not held now is told of after this."""
         with self._told_lock:
             if stored and not self.on:  # another thread has found that the store fails
                 return
+            if unless_held and keys is not None:
+                keys = [key for key, held in zip(keys, self.store.holds(keys), strict=True) if not held]
             changed = [key for key in dict.fromkeys(self._told if keys is None else keys) if (key in self._told) != stored]
             for key in changed:
                 if stored:
@@ -385,7 +396,7 @@ class Tier:
                 self._move("try")
                 self.worth.begin(now)
             self._return()
-        elif self.on and not self.store.pins and not self.worth.pays(now):
+        elif self.on and not self.watches and not self.store.pins and not self.worth.pays(now):
             saved, spent = self.worth.lately(now)
             self._off("cost", f"it saved {saved:.1f} s and cost {spent:.1f} s lately", now + REST_S)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from baton.engine.core.colder import Policy, Report
+from baton.engine.core.ghosts import Ghosts
 from baton.engine.core.kvcache import Pool
 from baton.tiers.choice import units_to_compute, units_to_load
 from baton.tiers.shelf import PinnedShelf
@@ -67,8 +68,17 @@ class Tiers:
         return [tier.medium for tier in self.tiers]
 
     @property
+    def capacity(self) -> int:
+        return sum(tier.store.capacity for tier in self.tiers)
+
+    @property
     def saves_to(self) -> str | None:
         return next((tier.medium for tier in self.tiers if tier.on), None)
+
+    def follow(self, ghosts: Ghosts) -> None:
+        self.ghosts = ghosts
+        for tier in self.tiers:
+            tier.ghosts = None if self.policy.keeps_all else ghosts
 
     def save(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         tier = next((tier for tier in self.tiers if tier.on), self.tiers[0])

@@ -28,7 +28,7 @@ def make_tiers(config: TiersConfig, name: str) -> Tiers | None:
     """`name`: of the folder on a disk (`lasting_name`)."""
     if not config.any:
         return None
-    return Tiers(lambda pool: _stores(config, name, pool), Policy(config.save == "at_once", config.wait_s))
+    return Tiers(lambda pool: _stores(config, name, pool), Policy(config.save == "at_once", config.wait_s, config.keep == "all"))
 
 
 def records(tiers: Tiers | None) -> tuple[TierRecord, ...]:

@@ -142,7 +142,7 @@ class Host:
         self._closers.push_async_callback(engine.close)
         if tiers is not None:
             self._closers.push_async_callback(asyncio.to_thread, tiers.close)
-            self._meter.tell_tiers(tiers.told, lambda: tiers.hints)
+            self._meter.tell_tiers(tiers)
         self._facts = await engine.look()
         self._meter.tell(lambda: self._facts, engine.traits.num_blocks, engine.pool.layout.block_size)
         config, pool = self.config, engine.pool

@@ -1,6 +1,6 @@
 """Metrics that every worker has, whatever its role: the steps of its engine, its KV pool, its registry."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 from baton.cluster.gpu_watch import AGE, FACTS, GpuWatch
@@ -10,6 +10,7 @@ from baton.cluster.telemetry import Tracer
 from baton.engine.core.contract import Facts
 from baton.engine.core.counts import Guessed
 from baton.tiers.tier import Told
+from baton.tiers.tiers import Tiers
 
 
 class Meter:
@@ -51,15 +52,18 @@ class Meter:
         read("baton_kv_usage_ratio", lambda: facts().owned_blocks / num_blocks)
         read("baton_kv_cache_info", lambda: {(str(block_size), str(num_blocks)): 1})
 
-    def tell_tiers(self, tiers: Callable[[], list[Told]], hints: Callable[[], Mapping[str, int]]) -> None:
-        """`tiers` returns what each tier says of itself now, `hints` what has become of them."""
-        self._book.read("baton_tier_hints_total", hints)
+    def tell_tiers(self, tiers: Tiers) -> None:
+        """What each says of itself, and what has become of hints and of blocks that left the pool."""
+        self._book.read("baton_tier_hints_total", lambda: tiers.hints)
+        self._book.read("baton_tier_left_total", lambda: tiers.ghosts.left_blocks)
+        self._book.read("baton_tier_returned_total", lambda: tiers.ghosts.returned)
 
         def read(name: str, number: Callable[[Told], int | float]) -> None:
-            self._book.read(name, lambda: {tier.medium: number(tier) for tier in tiers()})
+            self._book.read(name, lambda: {tier.medium: number(tier) for tier in tiers.told()})
 
         read("baton_tier_blocks", lambda tier: tier.units)
-        read("baton_tier_on", lambda tier: int(tier.state == "on"))
+        read("baton_tier_on", lambda tier: int(tier.state in ("on", "watching")))
+        read("baton_tier_watching", lambda tier: int(tier.state == "watching"))
         read("baton_tier_reads_total", lambda tier: tier.tally.reads)
         read("baton_tier_hits_total", lambda tier: tier.tally.hits)
         read("baton_tier_read_bytes_total", lambda tier: tier.tally.read_bytes)

@@ -591,6 +591,7 @@ def test_status_is_readable_at_any_terminal_width(width: int) -> None:
         "pid": 1234567, "incarnation": 1763790000123456, "kv_blocks": 23456, "transport": "auto", "speculation": ["none"], "load": load,
         "tiers": [
             asdict(TierRecord("host", "on", "", 90, 100, 8, 7, 1.25, 0.5)), asdict(TierRecord("disk", "failed", "it is full", 0, 500)),
+            asdict(TierRecord("remote", "watching", "none of 600 blocks that left the pool has come back", 500, 500)),
         ],
     }  # fmt: skip
     start = {"name": "decode-1", "step": "compiling kernels", "done": 5, "total": 24, "unit": "", "pid": 42, "host": "b"}
@@ -601,6 +602,7 @@ def test_status_is_readable_at_any_terminal_width(width: int) -> None:
     whole = " ".join(told.split())
     assert "decode-0 host: 90/100 blocks, 7 of 8 came back · saved 1.2 s and cost 0.5 s in ten minutes" in whole
     assert "decode-0 disk: 0/500 blocks, 0 of 0 came back · failed: it is full" in whole
+    assert "0 of 0 came back · only watches: none of 600 blocks that left the pool has come back" in whole
     assert told.splitlines()[2].startswith("worker ") == (width >= 120), "a table only where it fits"
 
 

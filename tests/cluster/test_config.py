@@ -94,6 +94,7 @@ LEGAL = {
     "tiers.object_endpoint": "http://127.0.0.1:9000",
     "tiers.long_contexts": "1",
     "tiers.save": "at_once",
+    "tiers.keep": "all",
     "tiers.save_mib_per_s": "100",
 }
 

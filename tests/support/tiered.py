@@ -12,7 +12,7 @@ from typing import Any
 
 from xxhash import xxh3_128_digest
 
-from baton.engine.core.block_key import HOST, root_key
+from baton.engine.core.block_key import HOST, extend_keys, root_key
 from baton.engine.core.colder import Policy
 from baton.engine.core.contract import CacheEvent, Listener
 from baton.engine.core.engine import Engine, Output
@@ -21,7 +21,7 @@ from baton.engine.core.limits import Limits
 from baton.engine.core.loop import EngineLoop
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
-from baton.engine.core.toy import ToyRunner
+from baton.engine.core.toy import ToyRunner, naive
 from baton.tiers.slots import Pins
 from baton.tiers.store import StoreFailed, Unit, Wanted
 from baton.tiers.tier import Bounds
@@ -174,3 +174,31 @@ async def until(condition: object) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         await asyncio.sleep(0.002)
+
+
+def expected(seq: Sequence) -> list[int]:
+    return naive(seq.tokens[: seq.prompt_len], seq.params, CONFIG["kv_width"])
+
+
+def prompt(number: int, length: int = 33) -> list[int]:
+    return [(number * 37 + i * 11) % 256 for i in range(length)]
+
+
+def said(seq: Sequence) -> list[int]:
+    return seq.tokens[seq.prompt_len :]
+
+
+async def visit(t: Tiered, *numbers: int, tag: str = "") -> list[Sequence]:
+    """One request after the other, each with a prompt of eight full blocks, and their answers checked."""
+    seqs = [make_seq(f"{tag}{number}", prompt(number)) for number in numbers]
+    for seq in seqs:
+        await t.run(seq)
+        await t.settled()
+        assert said(seq) == expected(seq)
+    return seqs
+
+
+def make_keys(number: int, salt: str = "") -> list[bytes]:
+    keys: list[bytes] = []
+    extend_keys(keys, root_key("toy", salt), prompt(number), BLOCK)
+    return keys

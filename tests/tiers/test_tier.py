@@ -9,9 +9,10 @@ import pytest
 from tiered import UNIT, WITHIN_S, PlainStore
 
 from baton.engine.core.colder import SAVED
+from baton.engine.core.ghosts import Ghosts
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.tiers import tier as tier_module
-from baton.tiers.store import StoreFailed
+from baton.tiers.store import StoreFailed, Wanted
 from baton.tiers.tier import HANG_S, MOVES, RETRY_S, Bounds, Piece, Save, State, Tier
 from baton.tiers.ways import Landing, Through
 from baton.tiers.worth import REST_S, WINDOW_S
@@ -114,6 +115,20 @@ def test_a_tier_that_does_not_pay_rests_and_is_tried_again(bench: Bench, caplog:
     until(lambda: bench.tier.on)
     until(lambda: bench.held == {key(1)})
     assert bench.load(key(1)) == [0]
+
+
+def test_a_tier_that_only_watches_says_so_and_does_not_rest(bench: Bench) -> None:
+    """It spends nothing any more, and would not see who comes back. Negative control: once it is open, it rests."""
+    bench.tier.ghosts = ghosts = Ghosts(1, 1)
+    ghosts.left([key(1), key(2)], 0.0)
+    for _ in range(20):
+        bench.now += WINDOW_S / 10
+        bench.tier.worth.read(8, 0, UNIT, 1.0, 0.0, bench.now)
+    time.sleep(0.05)
+    told = bench.tier.told(bench.now)
+    assert (told.state, told.why) == ("watching", "none of 2 blocks that left the pool has come back") and bench.tier.on
+    ghosts.asked([key(1)], [])
+    until(lambda: bench.tier.state is State.RESTING)
 
 
 def test_a_tier_that_pays_or_is_not_used_stays_on(bench: Bench) -> None:
@@ -222,6 +237,34 @@ def test_a_dropped_unit_stays_dropped_though_it_still_waited_to_be_written(bench
     until(lambda: bench.done == 2)
     until(lambda: bench.held == {key(3)})
     until(lambda: set(bench.store.units) == {key(3)})
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_what_a_reader_did_not_find_is_not_gone_if_it_has_been_written_meanwhile(
+    bench: Bench, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: without the second writing it is gone, and that is told."""
+    asked, go_on, get = threading.Event(), threading.Event(), bench.store.get
+
+    def slow(wanted: Sequence[Wanted]) -> list[bool]:
+        found = get(wanted)
+        asked.set()
+        assert go_on.wait(WITHIN_S)
+        return found
+
+    bench.save(key(1))
+    until(lambda: bench.done == 1)
+    monkeypatch.setattr(bench.store, "get", slow)
+    bench.store.drop([key(1)])  # it was lost
+    over = threading.Event()
+    bench.tier.load(Piece([key(1)], bench.now, 1.0, lambda units, carrier: [True] * len(units), over.set))
+    assert asked.wait(WITHIN_S)
+    if again:
+        bench.save(key(1))
+        until(lambda: bench.done == 2)
+    go_on.set()
+    assert over.wait(WITHIN_S)
+    assert set(bench.store.units) == bench.held == ({key(1)} if again else set())
 
 
 def test_a_save_that_is_given_up_while_it_is_copied_leaves_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

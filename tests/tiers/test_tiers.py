@@ -8,39 +8,13 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 
 import pytest
-from tiered import BLOCK, CONFIG, WITHIN_S, PlainStore, Tiered, make_seq, tiered, until
+from tiered import WITHIN_S, PlainStore, expected, make_keys, make_seq, prompt, said, tiered, until, visit
 
-from baton.engine.core.block_key import DEVICE, DISK, HOST, extend_keys, root_key
+from baton.engine.core.block_key import DEVICE, DISK, HOST
 from baton.engine.core.colder import NEAR, Policy
 from baton.engine.core.kvcache import HostCarrier
-from baton.engine.core.sequence import Sequence
-from baton.engine.core.toy import naive
 from baton.tiers.tier import HANG_S
 from baton.tiers.tiers import Tiers, _Load
-
-WIDTH = CONFIG["kv_width"]
-
-
-def expected(seq: Sequence) -> list[int]:
-    return naive(seq.tokens[: seq.prompt_len], seq.params, WIDTH)
-
-
-def prompt(number: int, length: int = 33) -> list[int]:
-    return [(number * 37 + i * 11) % 256 for i in range(length)]
-
-
-def said(seq: Sequence) -> list[int]:
-    return seq.tokens[seq.prompt_len :]
-
-
-async def visit(t: Tiered, *numbers: int, tag: str = "") -> list[Sequence]:
-    """One request after the other, each with a prompt of eight full blocks, and their answers checked."""
-    seqs = [make_seq(f"{tag}{number}", prompt(number)) for number in numbers]
-    for seq in seqs:
-        await t.run(seq)
-        await t.settled()
-        assert said(seq) == expected(seq)
-    return seqs
 
 
 async def test_what_left_the_pool_is_loaded_and_not_computed() -> None:
@@ -76,12 +50,6 @@ async def test_a_flipped_byte_is_recomputed_and_without_verification_the_token_i
         assert (said(seq) == expected(seq)) == verifies
         if verifies:
             assert keys[0] not in t.held(HOST) or keys[0] in store.units, "nobody is told of what is not there"
-
-
-def make_keys(number: int, salt: str = "") -> list[bytes]:
-    keys: list[bytes] = []
-    extend_keys(keys, root_key("toy", salt), prompt(number), BLOCK)
-    return keys
 
 
 async def test_salts_never_cross() -> None:

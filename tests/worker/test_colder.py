@@ -134,13 +134,14 @@ async def test_metrics_tell_what_each_tier_did() -> None:
     book = Book("prefill", "prefill-0", "toy")
     async with tiered(tiers=made(memory_mib=1)) as t:
         membership, tracer = SimpleNamespace(reachable=True, reconnects=0), SimpleNamespace(exported=0, dropped=0)
-        Meter(book, membership, tracer).tell_tiers(t.tiers.told, lambda: t.tiers.hints)  # type: ignore[arg-type]
+        Meter(book, membership, tracer).tell_tiers(t.tiers)  # type: ignore[arg-type]
         for number in (1, 2, 3, 1):
             await say(t, f"{number}-{len(t.outputs)}", number)
         values = {
             family.name: family.series[0].value for family in book.families() if family.name.startswith("baton_tier") and family.series
         }
         assert values["baton_tier_hits_total"] == values["baton_tier_reads_total"] > 0 and values["baton_tier_on"] == 1
+        assert values["baton_tier_watching"] == 0 and values["baton_tier_left_total"] >= values["baton_tier_returned_total"] > 0
         assert values["baton_tier_read_bytes_total"] == values["baton_tier_hits_total"] * UNIT
         assert values["baton_tier_blocks"] * UNIT == values["baton_tier_written_bytes_total"] > 0
         gain = values["baton_tier_saved_seconds_total"] - values["baton_tier_spent_seconds_total"]

@@ -153,14 +153,17 @@ class BlockPool:
                 self._drop(block)
                 self._free.append(block)
 
-    def coldest(self, count: int, within: int, known: Container[bytes]) -> list[Keyed]:
+    def coldest(self, count: int, within: int, known: Container[bytes], only: Container[bytes] | None = None) -> list[Keyed]:
         """Up to `count` of the `within` oldest cached blocks, without those whose keys are `known` and those that it has given before,
-        unless somebody has matched them since. The caller owns them, and releases the oldest first: then they are the oldest again."""
+        unless somebody has matched them since. The caller owns them, and releases the oldest first: then they are the oldest again. `only`:
+        none but these keys."""
         found: list[Keyed] = []
         for block in list(islice(self._cached, max(0, within - len(self._saved)))):
             if len(found) >= count:
                 break
             key = self._key_of[block]
+            if only is not None and key not in only:
+                continue
             if key in known:
                 del self._cached[block]
                 self._saved[block] = None

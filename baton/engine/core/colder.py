@@ -1,7 +1,7 @@
 """The engine's half of colder copies: which blocks go down, and which come up before their sequence runs. It decides and never waits.
 
 down   The oldest cached blocks are saved before their room is needed, so that an eviction loses nothing (or all blocks as soon as they are
-       sealed). The saver owns a block meanwhile.
+       sealed). The saver owns a block meanwhile. While none comes back (`ghosts`), only those of preempted sequences are.
 up     A sequence near the head of the queue whose keys go on in a tier beyond the prefix cache leaves the queue and keeps its place
        (`Scheduler.loading`). The load owns blocks for what comes. What has come is sealed and cached, and the sequence queues again: it is
        admitted like any other, with a longer prefix. At `Load.deadline` the load ends with what has come, and the rest is computed.
@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 from baton.engine.core.ahead import Ahead, Result
 from baton.engine.core.block_key import DEVICE
 from baton.engine.core.blocks import BlockPool, CacheChange, Content, Keyed
+from baton.engine.core.ghosts import Ghosts
 from baton.engine.core.kvcache import Pool
 from baton.engine.core.long_contexts import Shelf
 from baton.engine.core.meeting import Meeting
@@ -48,6 +49,7 @@ class Wanted(NamedTuple):
 class Policy:
     at_once: bool = False  # blocks are saved when they are sealed, not only before they are evicted
     wait_s: float = 1.0  # the longest that a sequence waits for a load
+    keeps_all: bool = False  # also while no block comes back
 
 
 class Report(Protocol):
@@ -85,8 +87,17 @@ class Tiers(Protocol):
         ...
 
     @property
+    def capacity(self) -> int:
+        """Blocks that have room in them."""
+        ...
+
+    @property
     def saves_to(self) -> str | None:
         """The medium that takes what is saved now."""
+        ...
+
+    def follow(self, ghosts: Ghosts) -> None:
+        """What they tell of themselves says whether these let anything in."""
         ...
 
     def save(self, blocks: Seq[tuple[int, bytes]]) -> None:
@@ -162,14 +173,17 @@ class Colder:
         self._pool = pool
         self._scheduler = scheduler
         self._policy = tiers.policy
+        self.ghosts = Ghosts(pool.num_blocks, tiers.capacity)
+        tiers.follow(self.ghosts)
         self.held: dict[str, dict[bytes, None]] = {medium: {} for medium in tiers.media}  # medium, the nearest first → keys
         self._loads: dict[int, Load] = {}
         self._meetings: dict[int, Meeting] = {}
-        scheduler.part = self._part
+        scheduler.part, scheduler.admitted = self._part, self._admitted
         self._numbers = itertools.count()
         self._saving = 0  # blocks
         self._late = 0  # blocks of loads that have ended, which something may still land in
         self._sealed: deque[bytes] = deque(maxlen=REMEMBERED)
+        self._left: list[bytes] = []  # keys that the pool has given up since the last turn
         self._clean: tuple[object, ...] | None = None  # the state of the pool in which nothing was left to save
         self._prefill_s: float | None = None  # of a token
         self._ahead = Ahead()
@@ -178,6 +192,9 @@ class Colder:
     def turn(self, now: float) -> int:
         """Before each step, and when there is none. Returns how many tokens running sequences have got."""
         self._tiers.watch(now)
+        if self._left:
+            self.ghosts.left(self._left, now)
+            self._left.clear()
         for number in [number for number, load in self._loads.items() if load.deadline <= now]:
             self.landed(number)
         self._tell_hints(self._ahead.expire(now))
@@ -206,6 +223,8 @@ class Colder:
             self._tell_hints(["nothing"] if hint else [])
             return None
         number, load = self._begin(Load([], [], [], None, until, [ended], True, hint), keys, known, media[:count])
+        if not hint:  # nobody has come yet
+            self._ask(keys[known : known + count])
         self._tiers.load(number, load.wanted, 0.0 if hint else compute_s or 0.0)
         return number
 
@@ -229,8 +248,13 @@ class Colder:
 
     def noted(self, changes: Iterable[CacheChange]) -> None:
         """What the prefix cache has gained and lost since the last call."""
-        if self._policy.at_once:
-            self._sealed.extend(change.key for change in changes if change.stored and change.medium == DEVICE)
+        for change in changes:
+            if change.medium != DEVICE:
+                continue
+            if not change.stored:
+                self._left.append(change.key)
+            elif self._policy.at_once:
+                self._sealed.append(change.key)
 
     def saved(self, blocks: Seq[tuple[int, bytes]]) -> None:
         """These are in a tier, or the tiers do not want them."""
@@ -285,13 +309,18 @@ class Colder:
 
     def _save(self) -> None:
         target, pool = self._tiers.saves_to, self._pool
-        if target is None:
+        every = self._policy.keeps_all or self.ghosts.open
+        must = () if every else self._preempted()
+        if target is None or not every:
             self._sealed.clear()
+        if target is None or not (every or must):
+            self._clean = None
             return
         held = self.held[target]
-        now = pool.available, pool.num_cached, len(held), target
+        now = pool.available, pool.num_cached, len(held), target, every, *(seq.id for seq in must)
         if now == self._clean and not self._sealed:
             return
+        only = None if every else {key for seq in must for key in seq.keys}
         spare = pool.available - len(self._scheduler.running) - 1  # each that runs may need one in the next step
         room = max(1, min(SAVED, pool.num_blocks // 8)) - self._saving
         blocks: list[Keyed] = []
@@ -301,11 +330,24 @@ class Colder:
                 blocks += [Keyed(block, key) for block in pool.match([key])]
         near = NEAR - (pool.available - pool.num_cached)
         room = min(room, spare) - len(blocks)
-        blocks += (coldest := pool.coldest(room, near, held))
+        blocks += (coldest := pool.coldest(room, near, held, only))
         self._clean = now if len(coldest) < room else None
         if blocks:
             self._saving += len(blocks)
             self._tiers.save(blocks)
+
+    def _preempted(self) -> list[Sequence]:
+        """Those that will need again what they have in the pool; in the order of arrival they are before all that never ran."""
+        return [seq for seq in self._scheduler.waiting[: self._scheduler.limits.max_num_seqs] if seq.preemptions]
+
+    def _admitted(self, seq: Sequence, known: int) -> None:
+        """It has `known` blocks of the pool."""
+        self._ask(self._scheduler.usable_keys(seq)[known:], seq)
+
+    def _ask(self, keys: Seq[bytes], seq: Sequence | None = None) -> None:
+        """The blocks of a preempted or a long sequence are kept in any case, and say nothing of others that left the pool."""
+        if seq is None or not (seq.preemptions or seq.long):
+            self.ghosts.asked(keys, self.held.values())
 
     def _seek(self, now: float) -> None:
         if any(self.held.values()):
@@ -336,6 +378,7 @@ class Colder:
         if count <= 0:
             return  # it is looked for again in the next step
         seq.sought = known
+        self._ask(keys[known : known + count], seq)
         contents = [scheduler.content(seq, known + i) for i in range(count)] if pool.describes else None
         wait_s = self._policy.wait_s if compute_s is None else min(self._policy.wait_s, max(LEAST_WAIT_S, count * compute_s))
         scheduler.waiting.remove(seq)
@@ -366,6 +409,7 @@ class Colder:
     def _use(self, keys: Seq[bytes]) -> None:
         """These are in the pool, and somebody has come for them."""
         for medium, count in self._ahead.used(keys).items():
+            self.ghosts.came(count)
             self._tiers.credit(medium, count * (self._block_s or 0.0))
 
     def _tell_hints(self, results: Iterable[Result]) -> None:

@@ -56,6 +56,7 @@ class Long(Protocol):
 
 class Scheduler:
     long: Long | None = None  # None: every sequence has to fit the pool
+    admitted: Callable[[Sequence, int], None] = staticmethod(lambda seq, known: None)  # with so many blocks that were in the pool
     part: Callable[[Sequence], None] = staticmethod(lambda seq: None)  # no load lands any more in the blocks of a sequence that `meets` one
 
     def __init__(
@@ -297,6 +298,7 @@ class Scheduler:
         """It has `known` full blocks."""
         seq.sealed = known
         seq.computed = seq.drafted = seq.began = known * self.block_size
+        self.admitted(seq, known)
         if seq.reached == 0:
             seq.cached = seq.computed
         seq.reached = max(seq.reached, seq.computed)

@@ -87,9 +87,10 @@ function gpu(one) {
 // A place for KV that has left the pool, and whether it pays.
 function tier(one) {
   const told = [`${one.blocks} of ${one.capacity} blocks`, `${one.hits} of ${one.reads} came back`];
-  const off = one.state !== "on";
+  const watches = one.state === "watching";
+  const off = one.state !== "on" && !watches;
   const gain = one.saved_s - one.spent_s;
-  const worth = off ? [one.state, one.why].filter(Boolean).join(": ") : `${gain < 0 ? "costs" : "saves"} ${Math.abs(gain).toFixed(1)} s in 10 min`;
+  const worth = watches ? `only watches: ${one.why}` : off ? [one.state, one.why].filter(Boolean).join(": ") : `${gain < 0 ? "costs" : "saves"} ${Math.abs(gain).toFixed(1)} s in 10 min`;
   return make("div", { class: "gpu" }, make("b", {}, one.medium), ` ${told.join(" · ")} · `, make("span", { class: off ? "bad" : "" }, worth));
 }
 
