@@ -227,7 +227,8 @@ class Http:
         )  # fmt: skip
 
     def request(self, ids: list[int], run: Run, priority: int) -> bytes:
-        asked = {"prompt": ids, "max_tokens": run.output, "temperature": 0, "ignore_eos": True, "stream": True, "priority": priority}
+        asked = {"prompt": ids, "max_tokens": run.output, "temperature": 0, "ignore_eos": True, "stream": True}
+        asked |= {"priority": priority} if priority else {}  # nobody names the default
         body = json.dumps(asked | {"stream_options": {"include_usage": True}}, separators=(",", ":")).encode()
         return self._head + b"content-length: %d\r\n\r\n" % len(body) + body
 

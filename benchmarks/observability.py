@@ -65,7 +65,15 @@ class Answering:
                 Token(7), b"lease" if request.params.max_tokens > 1 else b"", None if request.params.max_tokens > 1 else "length", 0, 0, 1
             )
 
-    async def decode(self, worker: WorkerRecord, request: Request, handle: bytes, timeout_s: float) -> AsyncGenerator[DecodeEvent, None]:
+    async def decode(
+        self,
+        worker: WorkerRecord,
+        request: Request,
+        handle: bytes,
+        timeout_s: float,
+        first: "asyncio.Future[int] | None" = None,
+        forks: Sequence[Any] = (),
+    ) -> AsyncGenerator[DecodeEvent, None]:
         with request.trace.span.child("baton.decode", "client", {"baton.worker": worker.name}):
             yield Adopted(Handoff(transport="tcp", blocks=4, bytes=4096, digests_checked=4, read_ms=0.1, verify_ms=0.1))
             for _ in range(request.params.max_tokens - 1):
@@ -73,6 +81,9 @@ class Answering:
             yield Ended("length", 0, 0)
 
     def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None: ...
+
+    async def hint(self, worker: WorkerRecord, keys: Sequence[bytes], within_s: float) -> int:
+        raise AssertionError("no worker brings anything here")
 
 
 class Silent(Journal):

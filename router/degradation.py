@@ -96,12 +96,16 @@ class Degradation:
         self._good_since = now
         return -1
 
+    def declines(self, priority: int) -> bool:
+        """Whether a measure refuses requests of this priority."""
+        return any(measure.kind == "priority" and priority > measure.value for measure in self.measures)
+
     def serve(self, ask: Ask, offer: Offer) -> tuple[Ask, Lost]:
         """What is served of `ask`, and what it does not get. A stream that goes on keeps what it began with. Raises SATURATED
         for a priority that is refused."""
         if not self.level or ask.resume:
             return ask, ()
-        if any(measure.kind == "priority" and ask.priority > measure.value for measure in self.measures):
+        if self.declines(ask.priority):
             self.declined += 1
             message = f"under overload, requests of priority {ask.priority} are refused"
             told = {DEGRADED: f"priority: {ask.priority} is refused, {self._why}"}

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from itertools import islice
 
+from baton.cluster import semconv
 from baton.cluster.errors import invalid
 from baton.cluster.keys import ApiKeys
 from baton.cluster.rpc import Answering, Context, first_of, metadata_of
@@ -14,6 +15,7 @@ from baton.engine.core.speculation import UNASKED, Speculation
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.conversation import MAX_TOOLS, MAX_TOOLS_BYTES, PLAIN, Aside, Call, Setting, Tool, parsed
+from router.doorman import Arrival
 from router.events import Accepted, Event, Finished, Pieces
 from router.found import Found
 from router.request import PromptToken, Scores, Trace
@@ -38,6 +40,12 @@ class GenerationDoor(generation_pb2_grpc.GenerationServicer):
             tenant = self._keys.tenant(first_of(metadata, "authorization"))
             parent = first_of(metadata, "traceparent") or ""
             state = ",".join(value for key, value in metadata if key == "tracestate")
+            if not request.resume:  # a stream that goes on is never refused for a measure of `router.degrade`
+                operation = semconv.CHAT if request.HasField("chat") else semconv.TEXT_COMPLETION
+                arrival = Arrival(operation, request.request_id, tenant, parent, state, request.priority)
+                if (refusal := self._service.doorman.look(arrival, context.time_remaining())) is not None:
+                    async with self._budget.ending():
+                        raise refusal
             ask = to_ask(request, parent, tenant, self._service.max_model_len, state)
             async with aclosing(self._service.generate(ask, context.time_remaining())) as events, self._budget.ending():
                 async for event in events:

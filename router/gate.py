@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from baton.clock import loop_time
 from baton.cluster.config_router import RouterConfig
@@ -13,9 +14,10 @@ from router.admission import Admission, Admitted, Due, Queued, Refused
 from router.journal import Entry
 from router.policy import places
 from router.served import ServedModel
-from router.validate import Ask
+from router.validate import Ask, AskSampling
 
 LOOK_S = 0.02  # between two checks of the waiting requests: workers come and go, and a deadline passes without an event
+LEAST = Ask(sampling=AskSampling(max_tokens=1))  # that a request can ask for
 JUDGE_S = 0.005  # the whole queue is judged at most this often, for many requests may end at once
 
 
@@ -50,7 +52,7 @@ class Gate:
         slot = self._name(ask)
         turn = self._waiting[slot] = asyncio.get_running_loop().create_future()
         try:
-            await self._enter(slot, turn, ask, self._due(entry, ask, deadline))
+            await self._enter(slot, turn, ask, self._due(entry.trace.watch.start, ask, deadline))
             began = self._clock()
             try:
                 yield
@@ -69,10 +71,26 @@ class Gate:
         """Raises what `place` would raise at once. Under overload most requests end here: nothing has been prepared for them, and nobody
         else has been asked about them."""
         entry.trace.step = "admission"
-        now, due = self._clock(), self._due(entry, ask, deadline)
+        due = self._due(entry.trace.watch.start, ask, deadline)
+        if (refusal := self._refusal(ask, due)) is not None:
+            raise refusal
+
+    def refusal(self, priority: int, deadline: float) -> BatonError | None:
+        """What `check` raises for every request of this priority, whatever else it asks. None: it may be let in. One that asks for much is
+        not held to the objective of its last token if it cannot meet that, so none is here."""
+        due = replace(self._due(self._clock(), LEAST, deadline), end=math.inf)
+        return self._refusal(replace(LEAST, priority=priority), due)
+
+    def _refusal(self, ask: Ask, due: Due) -> BatonError | None:
+        now = self._clock()
         self._let_in(self._admission.resize(self._count_places(), now))
-        if self._admission.late_by(ask.priority, now, due, ask.sequences) is not None:
+        if self._admission.late_by(ask.priority, now, due, ask.sequences) is None:
+            return None
+        try:
             self._ask(self._name(ask), ask, due, now)
+        except BatonError as refusal:
+            return refusal
+        raise AssertionError("what is late is refused")
 
     async def _enter(self, slot: str, turn: "asyncio.Future[None]", ask: Ask, due: Due) -> None:
         now = self._clock()
@@ -104,8 +122,8 @@ class Gate:
     def _name(self, ask: Ask) -> str:
         return f"{ask.request_id}#{next(self._numbers)}"  # callers may give two requests the same id
 
-    def _due(self, entry: Entry, ask: Ask, deadline: float) -> Due:
-        began, asked = entry.trace.watch.start, ask.sampling
+    def _due(self, began: float, ask: Ask, deadline: float) -> Due:
+        asked = ask.sampling
         limits = {name: began + limit for name, limit in self._objectives.items()}
         most = asked.default_max_tokens if asked.max_tokens is None else asked.max_tokens
         left = max(1, most - len(ask.output_so_far))

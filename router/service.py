@@ -35,6 +35,7 @@ from router.choices import COPIED_A_TURN, siblings
 from router.conversation import PLAIN, Setting, with_effort
 from router.degradation import Lost
 from router.dispatch import Dispatcher
+from router.doorman import Doorman
 from router.events import Accepted, Event, Finished, Piece, Pieces
 from router.found import Found, found
 from router.gate import Gate
@@ -141,15 +142,14 @@ class GenerateService:
         self._dispatcher = dispatcher
         self._clock = draws.clock
         self._gate = Gate(admission, model, config, journal.objectives, draws.clock)
+        self.doorman = Doorman(self._gate, journal, model, draws.clock, self._clamp, lambda: not self.draining)
         self._turns = Turnstile(COPIED_A_TURN)
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_inflight)
         self.texts = KnownTexts(config.known_texts_mib << 20)
-        self._config = config
-        self._journal = journal
+        self._config, self._journal = config, journal
         self._draws = draws
         tenancy = tenancy or Tenancy()
-        self._rates = tenancy.rates
-        self._receipt_key = tenancy.receipt_key
+        self._rates, self._receipt_key = tenancy.rates, tenancy.receipt_key
         self._shared_prefixes = tenancy.shared_prefixes
         self.kept = tenancy.kept
         self.draining = False

@@ -26,12 +26,14 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from baton.cluster import semconv
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys
 from baton.cluster.packages import version
 from baton.cluster.page_server import Headers as RawHeaders
 from baton.cluster.page_server import Page
+from router.doorman import Arrival
 from router.events import Accepted, Event, Pieces, parts
 from router.found import Found
 from router.http import messages_in, messages_out, openai_in, openai_out, tokens_in, unserved
@@ -58,6 +60,7 @@ from router.validate import Ask
 
 log = logging.getLogger(__name__)
 AT_ONCE_BYTES = 64 << 10  # a longer body is read in a thread: others then wait for one step at a time, not for all of them
+MAY_HAVE_PRIORITY = b"priority", b"\\u"  # JSON may write any letter of a name as an escape
 TIMEOUT_HEADER = "x-request-timeout-ms"
 T = TypeVar("T")
 
@@ -196,7 +199,9 @@ class HttpDoor:
 
     async def _generate(self, request: Request, api: Api) -> Response:
         caller = self._caller(request)
-        asked = await self._read(request, lambda body: api.read(body, caller))
+        body, timeout_s = await self._body(request), _timeout_s(request)
+        await self._turn_away(request, api, caller, body, timeout_s)
+        asked = await _parsed(body, lambda body: api.read(body, caller))
         if explains(request.headers):
             asked = replace(asked, explains=True)
         if api.prepare is not None:
@@ -205,7 +210,7 @@ class HttpDoor:
         if last is not None:
             chosen = caller.request_id == request.headers.get("x-request-id")
             asked = resume(asked, last, caller.request_id if chosen else "")
-        events = self._events(asked, _timeout_s(request), request.scope["state"])
+        events = self._events(asked, timeout_s, request.scope["state"])
         writer = api.writer(asked, caller.request_id)
         if asked.stream:
             numbering = Numbering(asked, last) if last is not None or asks_for_ids(asked, request.headers) else None
@@ -218,6 +223,16 @@ class HttpDoor:
             if api.settle is not None:
                 await api.settle(writer)
             return InPieces(await gather(writer.whole(), self._budget))
+
+    async def _turn_away(self, request: Request, api: Api, caller: Caller, body: bytes, timeout_s: float | None) -> None:
+        """Raises SATURATED for a body that has no chance, whatever it says. Only one that names a priority, or may, is read to find out."""
+        if HEADER in request.headers or any(sign in body for sign in MAY_HAVE_PRIORITY):
+            return
+        operation = semconv.TEXT_COMPLETION if api in (self._completions, self._token_lists) else semconv.CHAT
+        arrival = Arrival(operation, caller.request_id, caller.tenant, caller.traceparent, caller.tracestate)
+        if (refusal := self._service.doorman.look(arrival, timeout_s)) is not None:
+            async with self._budget.ending():
+                raise refusal
 
     async def _events(self, asked: Asked, timeout_s: float | None, state: dict[str, Any]) -> AsyncGenerator[tuple[int, Event], None]:
         """Yields events of all choices, each with the choice's number, when the turn has room for the work on it, and notes in `state` what
@@ -327,8 +342,7 @@ class HttpDoor:
         return Caller(request.scope["state"]["request_id"], tenant, *trace)
 
     async def _read(self, request: Request, read: Callable[[bytes], T]) -> T:
-        body = await self._body(request)
-        return read(body) if len(body) <= AT_ONCE_BYTES else await asyncio.to_thread(read, body)
+        return await _parsed(await self._body(request), read)
 
     async def _body(self, request: Request) -> bytes:
         """Raises HttpError for a body of another type, a body that is too long, and a body that does not arrive in time."""
@@ -377,6 +391,10 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         return app
     told = ("x-request-id", "request-id", "retry-after", DEGRADED_HEADER)
     return CORSMiddleware(app, allow_origins=origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",), expose_headers=told)
+
+
+async def _parsed(body: bytes, read: Callable[[bytes], T]) -> T:
+    return read(body) if len(body) <= AT_ONCE_BYTES else await asyncio.to_thread(read, body)
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:

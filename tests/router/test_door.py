@@ -2,23 +2,20 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
+from grpc_door import serving
 from http_door import House, Script, settled, toy_tokenizer
 
-from baton.cluster.config import Config
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys
-from baton.cluster.rpc import Server, to_error
+from baton.cluster.rpc import to_error
 from baton.v1 import generation_pb2 as pb
-from baton.v1 import generation_pb2_grpc
 from router.conversation import PLAIN, Aside, Call, Tool
-from router.door import GenerationDoor, to_ask, to_response
+from router.door import to_ask, to_response
 from router.events import Piece, Pieces
 from router.request import Token
 from router.tokenizer import Tokenizer
@@ -26,25 +23,11 @@ from router.tools.delta import Arguments, CallBegin, Reasoning
 from router.validate import Context, Limits, check
 
 ASK = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(logprobs=20))
-SMALL_WINDOW = [("grpc.http2.bdp_probe", 0)]  # 64 KiB; otherwise it grows to megabytes, which take long to fill
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return toy_tokenizer(tmp_path_factory.mktemp("toy"))
-
-
-@asynccontextmanager
-async def serving(house: House, stall_s: float | None) -> AsyncIterator[generation_pb2_grpc.GenerationStub]:
-    server = Server(Config(), 1 << 20, stall_s)
-    generation_pb2_grpc.add_GenerationServicer_to_server(GenerationDoor(house.service, house.keys), server.grpc)
-    address = server.bind(0)
-    await server.start()
-    async with grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as opened:
-        yield generation_pb2_grpc.GenerationStub(opened)
-    await server.stop(None)
-    await settled(lambda: house.service.idle)
-    house.check()
 
 
 @pytest.mark.parametrize("stall_s", [0.3, None])
