@@ -187,12 +187,22 @@ class VllmEngine:
     # --- requests ---
 
     async def _warm_up(self) -> None:
-        """One request, before anybody listens: the first of a process takes seconds. Leaves nothing but the cache of a root of its own."""
+        """Before anybody listens: the first request of a process takes seconds, and so does the first that tells log-probabilities, alone
+        and beside another, for which vLLM compiles. Leaves nothing but the cache of a root of its own."""
         listener, ended = self._listener, asyncio.Event()
-        self._listener = Listener(lambda outputs: ended.set(), lambda events: None, listener.on_failure)
-        params = SamplingParams(max_tokens=1, seed=1)
+        left = {"warm-up", "warm-up beside it"}
+
+        def note(outputs: list[Output]) -> None:
+            left.difference_update(output.seq.id for output in outputs if output.finish or output.failure or output.expired)
+            if not left:
+                ended.set()
+
+        self._listener = Listener(note, lambda events: None, listener.on_failure)
+        params = SamplingParams(max_tokens=4, seed=1, logprobs=1, ignore_eos=True)
+        prompt = [0] * min(WARM_UP_TOKENS, self._traits.max_model_len - 4)
         try:
-            await self.add(Sequence("warm-up", [0] * min(WARM_UP_TOKENS, self._traits.max_model_len - 1), 1, params, b"warm-up"))
+            for name in sorted(left):
+                await self.add(Sequence(name, prompt, len(prompt), params, b"warm-up"))
             async with asyncio.timeout(START_S):
                 await ended.wait()
         finally:
