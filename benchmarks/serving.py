@@ -32,7 +32,6 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 SEED, ROUNDS = 7, 5
 REQUESTS, TOKENS, AT_ONCE = 300, 101, 32
 PROMPTS = (256, 512, 1024, 1900)
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -59,8 +58,7 @@ def router_pid(admin: str) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3); /proc counts in hundredths of a second
 
 
 async def ask(client: AsyncClient, prompt: list[int], tokens: int) -> tuple[float, Result]:

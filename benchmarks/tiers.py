@@ -1,12 +1,13 @@
 """What tiers under the KV pool are worth: conversations that come back after their KV has left the pool, and what tiers cost if none does.
 
-    python benchmarks/tiers.py [--json FILE] [--rounds N] [--conversations N] [--trace mooncake_conversation.jsonl]
+    python benchmarks/tiers.py [--json FILE] [--rounds N] [--conversations N] [--trace mooncake_conversation.jsonl] [--useless]
 
 The checkpoint that ships; one prefill worker, one decode worker, one thread each, one host. The conversations together need five times
 the pool of a worker; they speak in turn, so whatever one needs has left the pool when its turn comes. Each arm has its own cluster, and the
 arms take turns. Then the workers of the arm with a disk are killed, and every conversation speaks again. Then prompts that never come back
-go to new clusters, one without tiers and one that keeps all it can. At first a stream runs beside them, and the gaps between its tokens
-are compared; afterwards processor time of both workers and time are compared, in pairs. With a trace, a part of it is replayed at last
+go to new clusters: without tiers, with one that keeps all that it gets (as each does until it has seen that nothing returns), and with one
+that has seen it, and only watches. At first a stream runs beside them, and the gaps between its tokens are compared; afterwards processor
+time of both workers and time are compared, in turns; `--useless` does nothing else. With a trace, a part of it is replayed at last
 (`tier_trace.py`).
 """
 
@@ -41,9 +42,10 @@ POOL_MIB, BLOCK_KIB = 16, 64
 SEED, LENGTH, NEW, ANSWER = 3, 1500, 24, 8  # tokens
 CONVERSATIONS, ROUNDS = 14, 4
 FRESH, BATCH, BATCHES = 400, 8, 12
-STREAM, STREAMING_S = 160, 20.0  # tokens of a stream; how long there are streams
+STREAM, STREAMING_S = 160, 30.0  # tokens of a stream; how long there are streams
 FIXED = ("--engine.threads", "1", "--engine.kv-memory-mib", str(POOL_MIB), "--router.bypass-tokens", "0")
-ROOM_MIB = 128  # full before the last part: the first touch of memory costs more than what is copied there
+ROOM_MIB = 128
+USELESS_MIB, MOST_FILLING = 32, 50  # room of tiers to which nothing returns; batches of prompts until they are full and have seen that
 
 
 def arms(folder: Path, mib: int = ROOM_MIB) -> dict[str, tuple[str, ...]]:
@@ -142,44 +144,69 @@ async def gaps(arm: Arm, rng: random.Random) -> list[float]:
     return [after - before for before, after in itertools.pairwise(times)]
 
 
-async def beside(without: Arm, with_: Arm) -> dict[str, Any]:
-    """P99 of the time between two tokens, in both, while the tier writes all it gets."""
-    found: dict[int, list[float]] = {id(without): [], id(with_): []}
+Found = dict[str, list[Any]]  # by arm: "none", "open" and "watching"
+
+
+async def fill(arms: dict[str, Arm]) -> None:
+    """Until the tiers of one arm are full (the first touch of memory costs more than what is copied there), and those of the other have
+    seen that nothing returns."""
+    rng = random.Random(SEED + 2)
+    for _ in range(MOST_FILLING):
+        tiers = {name: [tier for each in workers(arm.endpoints["admin"]) for tier in each["tiers"]] for name, arm in arms.items()}
+        full = all(tier["blocks"] == tier["capacity"] for tier in tiers["open"])
+        if full and all(tier["state"] == "watching" for tier in tiers["watching"]):
+            return
+        for prompt in [fresh(rng) for _ in range(BATCH)]:
+            for name in ("open", "watching"):
+                await ask(arms[name].client, prompt, ANSWER)
+    raise SystemExit(f"after {MOST_FILLING * BATCH} prompts: {tiers}")
+
+
+async def beside(arms: dict[str, Arm]) -> Found:
+    """The gaps between the tokens of streams."""
+    found: Found = {name: [] for name in arms}
     began, rng = time.perf_counter(), random.Random(SEED + 1)
     while time.perf_counter() - began < STREAMING_S:
-        for arm in random.Random(len(found[id(with_)])).sample((without, with_), 2):
-            found[id(arm)] += await gaps(arm, rng)
-    p99 = [1000 * statistics.quantiles(found[id(arm)], n=100)[98] for arm in (without, with_)]
-    return {"p99_ms": p99, "tokens": len(found[id(with_)])}
+        for name in random.Random(len(found["none"])).sample(list(arms), len(arms)):
+            found[name] += await gaps(arms[name], rng)
+    return found
 
 
-async def cost(without: Arm, with_: Arm) -> dict[str, Any]:
-    """Processor time, and time, of prompts that never come back."""
-    rng, spent = random.Random(SEED), dict[int, list[tuple[float, float]]]({id(without): [], id(with_): []})
-    pids = {id(arm): [worker["pid"] for worker in workers(arm.endpoints["admin"])] for arm in (without, with_)}
+async def cost(arms: dict[str, Arm]) -> Found:
+    """(processor time of both workers, time) of each batch of prompts that never come back."""
+    rng, spent = random.Random(SEED), Found({name: [] for name in arms})
+    pids = {name: [worker["pid"] for worker in workers(arm.endpoints["admin"])] for name, arm in arms.items()}
     for number in range(1 + BATCHES):
         prompts = [fresh(rng) for _ in range(BATCH)]
-        for arm in (without, with_) if number % 2 else (with_, without):
-            before, began = sum(map(cpu_s, pids[id(arm)])), time.perf_counter()
+        for name in random.Random(number).sample(list(arms), len(arms)):
+            before, began = sum(map(cpu_s, pids[name])), time.perf_counter()
             for prompt in prompts:
-                await ask(arm.client, prompt, ANSWER)
+                await ask(arms[name].client, prompt, ANSWER)
             took = time.perf_counter() - began
             await asyncio.sleep(0.2)  # what is still to be written
             if number:  # the first warms up
-                spent[id(arm)].append((sum(map(cpu_s, pids[id(arm)])) - before, took))
-    told: dict[str, Any] = {}
-    for place, name in enumerate(("cpu", "time")):
-        bare, full = ([each[place] for each in spent[id(arm)]] for arm in (without, with_))
+                spent[name].append((sum(map(cpu_s, pids[name])) - before, took))
+    return spent
+
+
+def beside_none(name: str, times: Found, spent: Found) -> dict[str, Any]:
+    """An arm beside the one without tiers."""
+    p99 = [1000 * statistics.quantiles(times[arm], n=100)[98] for arm in ("none", name)]
+    told: dict[str, Any] = {"decode": {"p99_ms": p99, "tokens": len(times[name])}}
+    for place, what in enumerate(("cpu", "time")):
+        bare, full = ([each[place] for each in spent[arm]] for arm in ("none", name))
         ratios = sorted(b / a for a, b in zip(bare, full, strict=True))
         sums = {"without_s": sum(bare) / BATCH / BATCHES, "with_s": sum(full) / BATCH / BATCHES, "of_sums": sum(full) / sum(bare)}
-        told[name] = {"ratio": [statistics.median(ratios), ratios[0], ratios[-1]], **sums}
+        told[what] = {"ratio": [statistics.median(ratios), ratios[0], ratios[-1]], **sums}
     return told
 
 
 async def useless(ends: dict[str, dict[str, str]]) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
-        found = [Arm(at, await stack.enter_async_context(AsyncClient(at["grpc"])), []) for at in ends.values()]
-        return {"decode": await beside(*found), **await cost(*found)}
+        found = {name: Arm(at, await stack.enter_async_context(AsyncClient(at["grpc"])), []) for name, at in ends.items()}
+        await fill(found)
+        times, spent = await beside(found), await cost(found)
+        return {**beside_none("open", times, spent), "watching": beside_none("watching", times, spent)}
 
 
 async def measure(endpoints: dict[str, dict[str, str]], rounds: int, conversations: int) -> dict[str, Any]:
@@ -198,9 +225,10 @@ async def measure(endpoints: dict[str, dict[str, str]], rounds: int, conversatio
 def measure_useless(folder: Path) -> dict[str, Any]:
     told = {}
     for name in ("memory", "disk"):
-        flags = arms(folder / f"useless-{name}")
+        watching = arms(folder / f"watching-{name}", USELESS_MIB)[name]
+        flags = {"none": (), "open": (*arms(folder / f"open-{name}", USELESS_MIB)[name], "--tiers.keep", "all"), "watching": watching}
         with ExitStack() as stack:
-            told[name] = asyncio.run(useless({arm: stack.enter_context(cluster(SHIPPED, *FIXED, *flags[arm])) for arm in ("none", name)}))
+            told[name] = asyncio.run(useless({arm: stack.enter_context(cluster(SHIPPED, *FIXED, *own)) for arm, own in flags.items()}))
     return told
 
 
@@ -213,6 +241,18 @@ def measure_trace(path: Path, folder: Path) -> dict[str, Any]:
     return told
 
 
+def show_useless(told: dict[str, Any]) -> None:
+    both = [(f"{name} {how}", one) for name, open_ in told.items() for how, one in (("keeps all", open_), ("watches", open_["watching"]))]
+    for name, one in both:
+        bare, full = one["decode"]["p99_ms"]
+        print(f"beside prompts that never return, {name}: P99 between tokens {bare:.1f} ms without, {full:.1f} with, x{full / bare:.3f}")
+        for what in ("cpu", "time"):
+            row = one[what]
+            each = f"{1000 * row['without_s']:.1f} ms a request without, {1000 * row['with_s']:.1f} with"
+            pairs = f"pairs {row['ratio'][1]:.3f} … {row['ratio'][2]:.3f}"
+            print(f"prompts that never return, {name}, {what}: {each}; x{row['of_sums']:.3f}, {pairs}")
+
+
 def show(told: dict[str, Any]) -> None:
     base = statistics.median(row["ttft_ms"][0] for row in told["returns"]["none"])
     print("arm       TTFT of a returning conversation, ms    of none   tokens not computed")
@@ -222,14 +262,7 @@ def show(told: dict[str, Any]) -> None:
         print(f"{name:9} {middle:6.1f} ({least:.1f} … {most:.1f}) {middle / base:22.2f} {hits:12.0%}")
     again = told["restart"]
     print(f"all workers killed: ready after {again['ready_s']:.1f} s, hit rate {again['hit_rate']:.0%} {again['all_s']:.1f} s later")
-    for name, one in told["useless"].items():
-        bare, full = one["decode"]["p99_ms"]
-        print(f"while {name} is written: P99 between tokens {bare:.1f} ms without, {full:.1f} with, x{full / bare:.3f}")
-        for what in ("cpu", "time"):
-            row = one[what]
-            each = f"{1000 * row['without_s']:.1f} ms a request without, {1000 * row['with_s']:.1f} with"
-            pairs = f"pairs {row['ratio'][1]:.3f} … {row['ratio'][2]:.3f}"
-            print(f"prompts that never return, {name}, {what}: {each}; x{row['of_sums']:.3f}, {pairs}")
+    show_useless(told["useless"])
     if trace := told.get("trace"):
         print(f"trace of {trace['requests']} requests, {trace['reusable']:.0%} of whose prompt tokens had been there before")
         for name in told["returns"]:
@@ -242,11 +275,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--useless", action="store_true")
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
     options = parser.parse_args()
     load = os.getloadavg()[0]
     need = options.conversations * (LENGTH + options.rounds * (NEW + ANSWER)) / 16 * BLOCK_KIB / 1024
     print(f"{describe()}; load average {load:.1f}; seed {SEED}; working set {need / POOL_MIB:.1f} x the pool")
+    if options.useless:
+        with tempfile.TemporaryDirectory() as folder:
+            show_useless(measure_useless(Path(folder)))
+        return
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         endpoints = {name: stack.enter_context(cluster(SHIPPED, *FIXED, *flags)) for name, flags in arms(Path(folder)).items()}
         told = asyncio.run(measure(endpoints, options.rounds, options.conversations))

@@ -17,10 +17,12 @@ from collections.abc import Awaitable, Callable
 
 from baton.cluster.records import BlockEvent, Record, kind_of
 from baton.cluster.registry import Registry, RegistryUnavailable, StaleIncarnation
+from baton.engine.core.block_key import DEVICE
 
 log = logging.getLogger(__name__)
 MAX_BUFFERED_EVENTS = 4096
 PUBLISH_DELAY_S = 0.01  # so that the events of a few steps are sent together
+LATER_S = 0.1  # within which other events will come, with which those of colder media are sent
 
 
 def process_name(role: str) -> str:
@@ -56,6 +58,7 @@ class Membership:
         self._on_stale = on_stale
         self._events: deque[BlockEvent] = deque(maxlen=MAX_BUFFERED_EVENTS)
         self._new_events = asyncio.Event()
+        self._later: asyncio.TimerHandle | None = None
         self._beat = asyncio.Event()
         self._left = False
         self.reachable = True
@@ -66,7 +69,10 @@ class Membership:
     def announce(self, events: list[BlockEvent]) -> None:
         """Queue block events. In a long outage of the registry the oldest are dropped, and readers see the gap."""
         self._events.extend(events)
-        self._new_events.set()
+        if any(event.medium == DEVICE for event in events):
+            self._new_events.set()
+        elif self._later is None:  # a message for itself would cost a worker more than the copying of a prompt's KV
+            self._later = asyncio.get_running_loop().call_later(LATER_S, self._new_events.set)
 
     def beat(self) -> None:
         """Refresh the record now instead of at the next heartbeat."""
@@ -106,6 +112,9 @@ class Membership:
             await self._new_events.wait()
             await asyncio.sleep(PUBLISH_DELAY_S)
             self._new_events.clear()
+            if self._later is not None:
+                self._later.cancel()
+                self._later = None
             batch, self._events = self._events, deque(maxlen=MAX_BUFFERED_EVENTS)
             try:
                 await self._registry.publish(list(batch))

@@ -271,15 +271,18 @@ class Tier:
         """A save that is given up gives its blocks back, and others may fill them: so what has been copied, or digested, counts only if the
         save has not been given up by then."""
         began, store = time.thread_time(), self.store
-        news = [unit for unit, held in zip(save.units, store.holds([key for key, _ in save.units]), strict=True) if not held]
+        keys = [key for key, _ in save.units]
+        news = [unit for unit, held in zip(save.units, store.holds(keys), strict=True) if not held]
+        gone: list[bytes] = []
         for start in range(0, len(news), self._batch):
             part = news[start : start + self._batch]
-            self._hand_down(len(part))
+            self._hand_down(start - len(gone) + len(part))
             if (lost := self._way.put(part, lambda: self._writing is save)) is None:
                 news = news[:start]
                 break
-            self._tell(True, [key for key, _ in part])
-            self._tell(False, lost)
+            gone += lost
+        self._tell(True, [key for key, held in zip(keys, store.holds(keys), strict=True) if held])
+        self._tell(False, gone)
         now = self._clock()
         with self._lock:
             self.worth.wrote(len(news), store.unit_bytes, time.thread_time() - began, now)

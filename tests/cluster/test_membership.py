@@ -19,6 +19,7 @@ from baton.cluster.membership import Membership, process_name
 from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from baton.cluster.registry import RegistryUnavailable, StaleIncarnation
 from baton.cluster.rpc import Tasks
+from baton.engine.core.block_key import HOST
 from baton.simulate.memory_registry import MemoryRegistry
 
 RECORD = WorkerRecord("d0", "decode", "host:1", 5, "ready", 1, "host", "toy", "model", "tokens", 16, 1024, 100, "tcp", Load())
@@ -239,6 +240,32 @@ async def test_events_are_published_in_order_and_in_one_batch(monkeypatch: pytes
             worker.membership.announce(events(number, number))
         await until(worker.published)
     assert await worker.published() == list(range(1, 51)) and batches == [50]
+
+
+async def test_events_of_colder_media_go_with_the_next_ones_or_alone_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    batches: list[int] = []
+    publish = worker.registry.publish
+
+    async def counting(batch: list[BlockEvent]) -> None:
+        batches.append(len(batch))
+        await publish(batch)
+
+    def colder(number: int) -> list[BlockEvent]:
+        return [replace(event, medium=HOST) for event in events(number, number)]
+
+    monkeypatch.setattr(worker.registry, "publish", counting)
+    monkeypatch.setattr(membership, "LATER_S", 3600.0)
+    async with worker.present():
+        worker.membership.announce(colder(1))
+        worker.membership.announce(events(2, 2))
+        await until(worker.published)
+        assert batches == [2], "in order, and nothing waits for the first"
+        monkeypatch.setattr(membership, "LATER_S", 0.02)
+        worker.membership.announce(colder(3))
+        worker.membership.announce(colder(4))
+        await until(lambda: worker.registry._last_id >= 4)
+    assert await worker.published() == [1, 2, 3, 4] and batches == [2, 2]
 
 
 async def test_events_of_an_outage_are_published_after_it() -> None:

@@ -204,7 +204,9 @@ class Commands:
             self._publish_cache()
             self._post(_fail, future, error)
         else:
-            self._publish_cache()
+            told_on = future is None and self._commands and self._commands[0][1] is None
+            if not told_on:  # what tiers tell comes in runs, each part of which would wake the event loop
+                self._publish_cache()
             if future is not None:
                 self._post(_resolve, future, value)
 

@@ -15,7 +15,7 @@ import pytest
 
 from baton.engine.core import commands as commands_module
 from baton.engine.core import scheduler
-from baton.engine.core.block_key import DEVICE, MAX_EVENT_KEYS, extend_keys, root_key
+from baton.engine.core.block_key import DEVICE, HOST, MAX_EVENT_KEYS, extend_keys, root_key
 from baton.engine.core.blocks import CacheChange
 from baton.engine.core.commands import facts
 from baton.engine.core.contract import CacheEvent, EngineStopped, Listener, cache_events
@@ -358,6 +358,24 @@ async def test_cache_changes_by_a_command_are_numbered_before_the_next_command()
         r.runner.let(math.inf)
         sequence, keys = await looking
         assert len(keys) == 4 and r.reported.replayed(sequence) == set(keys)
+
+
+async def test_cache_changes_that_are_told_in_a_run_are_published_together() -> None:
+    """What tiers tell, while a step runs. Negative control: a command in between that somebody waits for."""
+    async with running() as r:
+        keys = [bytes([number]) * 16 for number in range(4)]
+        r.runner.let(0)
+        await r.loop.call(adding(make_seq("other", [9] * 3, max_tokens=3)))
+        await r.runner.inside()
+        for i, key in enumerate(keys):
+            r.loop.tell(lambda engine, key=key: engine.pool.note([CacheChange(True, key, HOST)]))  # type: ignore[misc]
+            if i == 2:
+                looking = asyncio.create_task(r.loop.snapshot())
+                await asyncio.sleep(0)
+        r.runner.let(math.inf)
+        await until(lambda: not r.engine.sequences)
+        found = [event for event in r.reported.events if event.medium == HOST]
+        assert [event.keys for event in found] == [tuple(keys[:3]), tuple(keys[3:])] and (await looking)[0] == found[0].sequence
 
 
 async def test_a_missing_event_would_be_detected() -> None:
