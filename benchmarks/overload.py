@@ -1,6 +1,6 @@
 """Goodput under overload: what the policies of `router.overload` are worth, and what `router.degrade` adds to them.
 
-    python benchmarks/overload.py [--quick] [--model toy|tale|both] [--arms ARM ...] [--door grpc|http] [--json FILE]
+    python benchmarks/overload.py [--quick] [--model toy|tale|both] [--arms ARM ...] [--door grpc|http] [--niceness N] [--json FILE]
     python benchmarks/overload.py --simulated [--json FILE]
     python benchmarks/overload.py --refusals [--json FILE]
 
@@ -243,7 +243,8 @@ def run(work: Workload, folder: Path, options: argparse.Namespace) -> dict[str, 
     slo = ("--slo.ttft-s", str(work.ttft_s), "--slo.e2e-s", str(work.e2e_s))
     rate, arms = options.rate, dict[str, dict[str, list[Cell]]]()
     for arm in options.arms:
-        with cluster(model, *work.flags, *slo, "--router.overload", ARMS[arm], *degrading(arm)) as endpoints:
+        way = ("--router.overload", ARMS[arm], "--launcher.worker-niceness", str(options.niceness))
+        with cluster(model, *work.flags, *slo, *way, *degrading(arm)) as endpoints:
             rate, arms[arm] = asyncio.run(measure(endpoints, work, options, rate))
     return told(work, rate, arms)
 
@@ -394,6 +395,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=("codel", "degrade"))
     parser.add_argument("--door", choices=("grpc", "http"), default="grpc")
     parser.add_argument("--urgent", type=float, default=1.0, help="share of the requests of priority 0; the others have 1")
+    parser.add_argument("--niceness", type=int, default=0, help="of the workers, beside router and clients")
     parser.add_argument("--rate", type=float, help="rate of 1x, instead of measuring it")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--repeats", type=int, default=3)
@@ -406,7 +408,7 @@ def main() -> None:
         options.seconds, options.repeats = 6.0, 1
     machine = f"{describe()}, load average {os.getloadavg()[0]:.1f} at the start"
     print(machine)
-    given = {name: getattr(options, name) for name in ("seconds", "repeats", "urgent")}
+    given = {name: getattr(options, name) for name in ("seconds", "repeats", "urgent", "niceness")}
     results: dict[str, Any] = {"machine": machine, "seed": SEED, **given}
     with tempfile.TemporaryDirectory() as folder:
         if options.simulated:

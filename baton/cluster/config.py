@@ -165,6 +165,13 @@ class LauncherConfig(Section):
         description="How long a process's event loop may be blocked, or its engine may make no progress, before the process is killed and"
         " restarted, seconds. Must be more than router.hang_s.",
     )
+    worker_niceness: int = Field(
+        default=0,
+        ge=0,
+        le=19,
+        description="By how much workers give way to all other programs of their host, as with nice(1). A router that shares their cores"
+        " answers sooner under overload, and they do less. 0: they compete as equals.",
+    )
     ray_address: str | None = Field(
         default=None, min_length=1, description="Address of a running Ray cluster; null: Baton starts one here."
     )

@@ -11,6 +11,8 @@ from baton.cluster.config_layers import load
 from baton.cluster.guard import check_doors
 from baton.cluster.lifecycle import CANNOT, LastResort, Process, Stop, run, settle
 from baton.cluster.logs import setup_logging
+from baton.cluster.priority import give_way
+from baton.cluster.records import ROLES
 from baton.cluster.witness import hold_back, listen
 
 
@@ -43,6 +45,8 @@ def main(role: str, process: Callable[[Config, Stop], Process]) -> None:
         files, flags = read_arguments(sys.argv[1:])
         config = load(files, flags=flags).config
         setup_logging(config.telemetry, os.environ.get("BATON_WORKER_NAME", role))
+        if role in ROLES:
+            give_way(config.launcher.worker_niceness)
         check_doors(config)
         stop = Stop()
         made = process(config, stop)

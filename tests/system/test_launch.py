@@ -47,8 +47,9 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def secured(model: Path, authority: Path) -> Iterator[Cluster]:
     """In the background. KV over TCP, so that it goes through TLS, too. A worker that a test stops is not restarted before the test lets it
-    go on."""
-    with cluster(model, "--kv.transport", "tcp", "--launcher.hang-s", "120", tls=authority, detach=True) as running:
+    go on. Workers give way to the router."""
+    flags = ("--kv.transport", "tcp", "--launcher.hang-s", "120", "--launcher.worker-niceness", "2")
+    with cluster(model, *flags, tls=authority, detach=True) as running:
         yield running
 
 
@@ -61,6 +62,17 @@ def test_commands_on_the_host_of_a_tls_cluster_need_no_flags(secured: Cluster) -
     done = secured.baton("chat", "--name", secured.name, "--temperature", "0", input="hello\n")  # a drawn seed may end at once
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
     assert len(json.loads(secured.here("status", "--json", "--name", secured.name).stdout)["workers"]) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the groups are Linux's")
+def test_workers_give_way_to_the_router(secured: Cluster) -> None:
+    """Each process has a session of its own, so their groups count, where there are any."""
+    told = secured.status()
+    router, workers = told["router"]["pid"], [worker["pid"] for worker in told["workers"]]
+    niceness = {pid: os.getpriority(os.PRIO_PROCESS, pid) for pid in (router, *workers)}
+    assert len(workers) == 2 and all(niceness[pid] == min(19, niceness[router] + 2) for pid in workers)
+    groups = {pid: file.read_text().split()[-1] for pid in niceness if (file := Path(f"/proc/{pid}/autogroup")).exists()}
+    assert groups in ({}, {router: "0"} | dict.fromkeys(workers, "2"))
 
 
 def test_with_an_address_the_tls_files_come_from_the_configuration(secured: Cluster, authority: Path, tmp_path: Path) -> None:
