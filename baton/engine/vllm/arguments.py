@@ -139,9 +139,6 @@ def set_environment(options: Options) -> None:
     if options.engine.device == "cpu":
         # vLLM binds threads to cores of its own choice otherwise, one core less than there are, and only with a NUMA node for each rank.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        if options.engine.vllm.get("enforce_eager"):
-            # vLLM compiles a few small functions nevertheless when they are first called, in the middle of serving: g++ takes seconds.
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         if options.engine.threads:
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, options.engine.threads // ranks(options.engine.vllm))))
 

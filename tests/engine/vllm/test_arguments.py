@@ -213,12 +213,6 @@ def test_what_is_set_already_stays(environment: dict[str, str]) -> None:
     assert environment == mine | {"VLLM_BATCH_INVARIANT": "0"}
 
 
-@pytest.mark.parametrize(("device", "eager"), [("cpu", True), ("cpu", False), ("cuda", True)])
-def test_nothing_is_compiled_in_the_middle_of_serving(environment: dict[str, str], device: str, eager: bool) -> None:
-    set_environment(options(device=device, vllm={"enforce_eager": eager}))
-    assert ("TORCHDYNAMO_DISABLE" in environment) == (device == "cpu" and eager)
-
-
 def test_several_ranks_run_in_processes_of_their_own(environment: dict[str, str]) -> None:
     set_environment(options(vllm={"pipeline_parallel_size": 2}))
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment
