@@ -21,6 +21,7 @@ from baton.tiers.tier import Bounds, Piece, Save, Tier, Told
 from baton.tiers.ways import Landing
 
 log = logging.getLogger(__name__)
+WATCH_S = 0.1  # the engine asks before each step
 MakeStores = Callable[[Pool], list[tuple[Store, Bounds]]]
 
 
@@ -32,6 +33,7 @@ class Tiers:
         self.tiers: list[Tier] = []
         self._make = make
         self._loads: dict[int, _Load] = {}
+        self._watch_at = 0.0
         self._compute_s = 0.0  # of a unit; 0: not known
         self.hints: Counter[str] = Counter(used=0, unused=0, nothing=0)  # what has become of them
 
@@ -112,8 +114,10 @@ class Tiers:
         return self._loads.pop(number).end()
 
     def watch(self, now: float) -> None:
-        for tier in self.tiers:
-            tier.watch(now)
+        if now >= self._watch_at:
+            self._watch_at = now + WATCH_S
+            for tier in self.tiers:
+                tier.watch(now)
 
     def told(self) -> list[Told]:
         """For people and metrics; in any thread."""

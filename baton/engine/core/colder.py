@@ -195,11 +195,13 @@ class Colder:
         if self._left:
             self.ghosts.left(self._left, now)
             self._left.clear()
-        for number in [number for number, load in self._loads.items() if load.deadline <= now]:
+        for number in [number for number, load in self._loads.items() if load.deadline <= now] if self._loads else ():
             self.landed(number)
-        self._tell_hints(self._ahead.expire(now))
-        met = sum(self._met(meeting) for meeting in list(self._meetings.values()) if meeting.over)
-        self._seek(now)
+        if self._ahead:
+            self._tell_hints(self._ahead.expire(now))
+        met = sum([self._met(meeting) for meeting in list(self._meetings.values()) if meeting.over]) if self._meetings else 0
+        if self._scheduler.waiting:
+            self._seek(now)
         self._save()
         return met
 
@@ -308,12 +310,12 @@ class Colder:
         self._tiers.drop(keys)
 
     def _save(self) -> None:
-        target, pool = self._tiers.saves_to, self._pool
-        every = self._policy.keeps_all or self.ghosts.open
+        every, pool = self._policy.keeps_all or self.ghosts.open, self._pool
         must = () if every else self._preempted()
+        target = self._tiers.saves_to if every or must else None
         if target is None or not every:
             self._sealed.clear()
-        if target is None or not (every or must):
+        if target is None:
             self._clean = None
             return
         held = self.held[target]

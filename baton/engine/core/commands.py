@@ -212,12 +212,13 @@ class Commands:
 
     def _publish_cache(self) -> None:
         changes = self._engine.pool.drain_changes()
+        if not changes:
+            return
         if self._engine.colder is not None:
             self._engine.colder.noted(changes)
         events = cache_events(changes, self._cache_sequence)
         self._cache_sequence += len(events)
-        if events:
-            self._post(self._listener.on_cache, events)
+        self._post(self._listener.on_cache, events)
 
     def _refuse(self) -> None:
         """Runs on the event loop, as `call` does: an earlier command is refused here, and `call` refuses a later one."""
