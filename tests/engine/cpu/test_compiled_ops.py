@@ -1,12 +1,12 @@
 """The compiled operations match plain torch, up to the rounding of their type, and plain torch is used where they are unavailable."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from families import loaded, prefill
+from forks import forked
 from torch import Tensor
 
 from baton.engine.choice import choose_ops
@@ -19,6 +19,7 @@ CPU = torch.device("cpu")
 # Relative to the result: the effect of one rounding of the type, or of a few float32 roundings inside.
 RELATIVE = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
 DTYPES = tuple(RELATIVE)
+THREADS = (1, 3)
 SHAPES = [(1, 8), (1, 64), (3, 37), (16, 512), (64, 130), (700, 96)]  # the last is split between threads
 
 
@@ -29,7 +30,7 @@ def compiled() -> Ops:
     return ops
 
 
-@pytest.fixture(params=[1, 3], autouse=True)
+@pytest.fixture(params=THREADS, autouse=True)
 def threads(request: pytest.FixtureRequest) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -208,43 +209,44 @@ def test_plain_torch_is_chosen_where_the_kernels_do_not_apply(device: str, dtype
 
 
 PROCESS = """
-import sys
-sys.modules.update({name: None for name in sys.argv[3:]})
+import io, sys
+from pathlib import Path
+sys.stderr = io.StringIO()
+sys.modules.update({{name: None for name in {absent!r}}})
 from baton.engine.build import build
 from baton.engine.options import Options
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
-from pathlib import Path
-engine = build(Options.of(Path(sys.argv[1]), kv_memory_mib=4, threads=1, compiled=sys.argv[2] == "on")).engine
+engine = build(Options.of(Path({folder!r}), kv_memory_mib=4, threads=1, compiled={compiled})).engine
 seq = Sequence("s", list(range(50, 75)), 25, SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), b"root")
 engine.add(seq)
 while not engine.idle:
     engine.step()
 print(type(engine.runner.model.ops).__name__, "numba" in sys.modules, seq.tokens[25:])
+print(sys.stderr.getvalue())
 """
-
-
-def run(folder: Path, compiled: str, *absent: str) -> tuple[str, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESS, str(folder), compiled, *absent], capture_output=True, text=True, timeout=150, check=True
-    )
-    return done.stdout.strip(), done.stderr
 
 
 def test_a_process_without_numba_serves_the_same_tokens(tmp_path: Path) -> None:
     if torch.get_num_threads() > 1:
         pytest.skip("these processes have one thread")
     make(tmp_path, hidden=64, layers=2, heads=4, kv_heads=2, vocab=300, context=96)
-    fast, slow = run(tmp_path, "on"), run(tmp_path, "on", "numba")
+    asked: list[tuple[bool, list[str]]] = [(True, []), (True, ["numba"]), (False, [])]
+    scripts = [PROCESS.format(folder=str(tmp_path), compiled=compiled, absent=absent) for compiled, absent in asked]
+    fast, slow, off = (printed.split("\n", 1) for printed in forked(*scripts))
     assert fast[0].startswith("CompiledOps True") and "engine.compiled" not in fast[1]
     assert slow[0].startswith("Ops True") and "engine.compiled" in slow[1] and "numba" in slow[1]
     assert fast[0].split("[")[1] == slow[0].split("[")[1]
-    assert run(tmp_path, "off")[0].startswith("Ops False"), "numba is not needed, so it must not even be imported"
+    assert off[0].startswith("Ops False"), "numba is not needed, so it must not even be imported"
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", "int4"])
+KEEP_KV = ["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM"]
+
+
 @pytest.mark.parametrize(
-    "family", ["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM"]
+    ("family", "precision", "threads"),
+    all_pairs(KEEP_KV, ["float32", "bfloat16", "int8", "int4"], THREADS),
+    indirect=["threads"],
 )
 def test_a_prompt_has_the_same_kv_bit_for_bit_in_chunks_of_any_size(family: str, precision: str) -> None:
     """Without windows. Chunks of one token are decodes, so there is none here."""

@@ -205,8 +205,8 @@ class Pages:
         size = self.runner.layout.block_size
         written = torch.zeros(self.pool.shape[0], size, dtype=torch.bool)
         for seq in self.seqs:
-            for position in range(seq.computed):
-                written[seq.blocks[position // size], position % size] = True
+            positions = torch.arange(seq.computed)
+            written[torch.tensor(seq.blocks)[positions // size], positions % size] = True
         self.pool.permute(0, 4, 1, 2, 3, 5)[~written] = torch.nan
 
 
