@@ -1,13 +1,16 @@
 """Peers in other processes, and the transport under test."""
 
+import atexit
 import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -32,21 +35,50 @@ def _load(path: Path) -> ModuleType:
 program = _load(HERE / "peer.py")
 
 
+class Nursery:
+    """A process that runs peer.py, and forks peers."""
+
+    def __init__(self) -> None:
+        self._line, theirs = socket.socketpair()
+        environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
+        self._process = subprocess.Popen([sys.executable, str(HERE / "peer.py")], env=environment, stdin=theirs.fileno())
+        theirs.close()
+
+    def ask(self, *request: object, pipes: Sequence[int] = ()) -> Any:
+        socket.send_fds(self._line, [json.dumps(request).encode()], list(pipes))
+        answer = self._line.recv(1 << 10)
+        assert answer, f"the process that forks peers exited with {self._process.wait()}"
+        return json.loads(answer)
+
+    def close(self) -> None:
+        self._line.close()
+        assert self._process.wait(60) == 0
+
+
+@cache
+def nursery() -> Nursery:
+    """It is there from the first peer on, until all tests of this process have ended."""
+    made = Nursery()
+    atexit.register(made.close)
+    return made
+
+
 class Peer:
-    """A child process that runs peer.py."""
+    """A process that serves as peer.py has it."""
 
     def __init__(self, kind: str, name: str, *, num_blocks: int = 64, block_kib: int = 4, seed: int = 1, **options: Any) -> None:
         self.name = name
         self.shape = (num_blocks, program.layout(block_kib).block_bytes)
         options |= {"kind": kind, "name": name, "num_blocks": num_blocks, "block_kib": block_kib, "seed": seed}
-        env = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
-        command = [sys.executable, str(HERE / "peer.py"), json.dumps(options)]
-        self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._commands, self._answers = self.process.stdin, self.process.stdout
+        stdin, commands = os.pipe()
+        answers, stdout = os.pipe()
+        self.pid: int = nursery().ask("start", options, dict(os.environ), pipes=(stdin, stdout))
+        os.close(stdin)
+        os.close(stdout)
+        self._commands, self._answers = os.fdopen(commands, "w"), os.fdopen(answers)
+        self._status: int | None = None
         self.bytes = program.pattern(seed, *self.shape)
         self.address = bytes.fromhex(self._answer())
-        self.pid = self.process.pid
 
     def tell(self, *command: object) -> None:
         self._commands.write(json.dumps(command) + "\n")
@@ -62,14 +94,21 @@ class Peer:
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+        nursery().ask("stopped", self.pid)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
+    def ended(self, within_s: float) -> int | None:
+        """Its exit status; None if it goes on."""
+        if self._status is None:
+            self._status = nursery().ask("ended", self.pid, within_s)
+        return self._status
+
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
+        assert self.ended(60) is not None
 
     def end(self) -> None:
         self.kill()
@@ -78,7 +117,7 @@ class Peer:
 
     def _answer(self) -> Any:
         line = self._answers.readline()
-        assert line, f"peer {self.name} exited with {self.process.wait()}"
+        assert line, f"peer {self.name} exited with {self.ended(60)}"
         return json.loads(line)
 
 

@@ -1,6 +1,15 @@
-"""A peer in its own process, driven over stdin and stdout: it has a pool with known bytes, serves it, and reads from others on command.
+"""Peers in processes of their own, driven over stdin and stdout: each has a pool with known bytes, serves it, and reads from others on
+command.
 
-    python peer.py '{"kind": "nixl", "name": "a", "num_blocks": 64, ...}'      → its address in hex, then one answer per command
+    python peer.py      forks one for each request: importing the libraries takes longer than most tests
+
+Requests come over the socket that is its stdin, one at a time, and each gets an answer in JSON:
+
+    ["start", options, environment]   with the peer's stdin and stdout → its pid. Options: {"kind": "nixl", "name": "a", "num_blocks": 64 …}
+    ["stopped", pid]                  → null, once it has
+    ["ended", pid, seconds]           → its exit status, null if it goes on
+
+A peer says its address in hex, then one answer per command.
 
 Commands, one JSON list per line: ["fill", seed] ["read", peer, address, remote, local] ["digest"] ["cpu"] ["detail"] ["close"].
 """
@@ -10,8 +19,8 @@ import json
 import mmap
 import os
 import platform
+import socket
 import struct
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -189,7 +198,41 @@ def forbid_reading_other_processes() -> None:
 
 
 def main() -> None:
-    options = json.loads(sys.argv[1])
+    line = socket.socket(fileno=0)
+    while True:
+        told, pipes, _, _ = socket.recv_fds(line, 1 << 20, 2)
+        if not told:
+            return
+        answer: int | None = None
+        match json.loads(told):
+            case ["start", options, environment]:
+                answer = os.fork()
+                if not answer:
+                    line.close()
+                    for number, pipe in enumerate(pipes):
+                        os.dup2(pipe, number)
+                        os.close(pipe)
+                    os.environ.clear()
+                    os.environ.update(environment)
+                    return serve(options)
+                for pipe in pipes:
+                    os.close(pipe)
+            case ["stopped", pid]:
+                os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+            case ["ended", pid, seconds]:
+                answer = ended(pid, time.monotonic() + seconds)
+        line.send(json.dumps(answer).encode())
+
+
+def ended(pid: int, deadline: float) -> int | None:
+    while not (found := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.002)
+    return os.waitstatus_to_exitcode(found[1])
+
+
+def serve(options: dict[str, Any]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps what UCX prints out of the answers
     if options.pop("forbid", False):
@@ -205,7 +248,7 @@ def main() -> None:
         answers.flush()
 
     answer(served.address().hex())
-    for line in sys.stdin:
+    for line in os.fdopen(0):
         match json.loads(line):
             case ["fill", seed]:
                 pool.array[:] = pattern(seed, *pool.array.shape)
