@@ -190,28 +190,25 @@ def test_text_that_only_a_control_token_can_express_is_refused() -> None:
         tokenizer_of(library.to_str()).encode("a§", parse_special=False)
 
 
-@pytest.mark.parametrize("chat", TEMPLATES)
 @pytest.mark.parametrize("name", LIBRARY)
-@given(messages=chats(CLEAN))
-@settings(max_examples=60, deadline=None)
+@given(chat=st.sampled_from(list(TEMPLATES)), messages=chats(CLEAN))
+@settings(max_examples=80, deadline=None)
 def test_a_chat_is_encoded_as_by_transformers(name: str, chat: str, messages: list[tuple[str, str]]) -> None:
     assert OURS[name, chat].render(messages) == reference_ids((name, chat), messages)
 
 
-@pytest.mark.parametrize("chat", TEMPLATES)
 @pytest.mark.parametrize("name", LIBRARY)
-@given(messages=chats(INJECTED))
-@settings(max_examples=60, deadline=None)
+@given(chat=st.sampled_from(list(TEMPLATES)), messages=chats(INJECTED))
+@settings(max_examples=80, deadline=None)
 def test_contents_never_become_control_tokens(name: str, chat: str, messages: list[tuple[str, str]]) -> None:
     tokenizer = OURS[name, chat]
     harmless = [(role, "a") for role, _ in messages]
     assert controls(tokenizer, tokenizer.render(messages)) == controls(tokenizer, tokenizer.render(harmless))
 
 
-@pytest.mark.parametrize("chat", TEMPLATES)
 @pytest.mark.parametrize("name", LIBRARY)
-@given(messages=chats(INJECTED))
-@settings(max_examples=40, deadline=None)
+@given(chat=st.sampled_from(list(TEMPLATES)), messages=chats(INJECTED))
+@settings(max_examples=60, deadline=None)
 def test_a_conversation_whose_texts_are_known_has_the_same_ids(name: str, chat: str, messages: list[tuple[str, str]]) -> None:
     """Each turn sends the conversation so far; then it comes again, all of it known."""
     tokenizer, texts_ = OURS[name, chat], KnownTexts(1 << 20, least_chars=0)
