@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -65,6 +65,11 @@ TIMEOUT_HEADER = "x-request-timeout-ms"
 T = TypeVar("T")
 
 
+@cache
+def _document() -> bytes:
+    return to_json(document())
+
+
 class HttpDoor:
     """An ASGI application."""
 
@@ -95,7 +100,7 @@ class HttpDoor:
         self._token_lists = openai_out.api(tokens_in.generate, self._token_writer)
         self._messages = messages_out.api(messages_in.message, self._message_writer)
         self._created = int(time.time())
-        self._document = to_json(document())
+        self._document = _document()
         routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._completion, methods=["POST"]),
