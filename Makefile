@@ -7,7 +7,7 @@ TEST_PROCESSES ?= 3
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
-.PHONY: setup serve test test-kube test-vllm lint generate
+.PHONY: setup serve test tests test-kube test-vllm lint style types generate
 
 setup: $(DEV)
 
@@ -25,7 +25,11 @@ $(DEV): $(READY)
 serve: $(READY)
 	@$(BIN)/baton up $(ARGS)
 
-test: $(DEV) lint
+# Types are checked by one core, for minutes on a fresh checkout: beside the tests.
+test: style
+	$(MAKE) --jobs 2 types tests
+
+tests: $(DEV)
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --no-loadscope-reorder
 
 # Needs a Kubernetes cluster (tests/kube/run says how it is named); without one they are skipped.
@@ -37,12 +41,16 @@ test-vllm:
 	$(PYTHON) scripts/install_vllm.py .venv-vllm
 	.venv-vllm/bin/python -m pytest -k vllm tests/engine/test_contract.py tests/engine/test_vllm.py tests/system/test_vllm.py
 
-lint: $(DEV)
+lint: style types
+
+style: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/python scripts/generate.py --check
 	$(BIN)/python scripts/chart.py --check
+
+types: $(DEV)
+	$(BIN)/mypy
 
 generate: $(DEV)
 	$(BIN)/python scripts/generate.py
