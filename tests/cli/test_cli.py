@@ -134,11 +134,12 @@ def baton(env: dict[str, str], *arguments: str, text: str | None = None, within_
     return process.returncode, out, err
 
 
-def invoke(env: dict[str, str], *arguments: str) -> tuple[int, str, str]:
-    """The same without a separate process, for tests that check only the messages."""
+def invoke(env: dict[str, str], *arguments: str, text: str | None = None) -> tuple[int, str, str]:
+    """The same without a separate process, which takes a second: one of each kind is enough."""
     variables: dict[str, str | None] = {name: None for name in os.environ if name.startswith("BATON_")}
-    told = CliRunner(env={**variables, **env}).invoke(app, arguments)
+    told = CliRunner(env={**variables, **env}).invoke(app, arguments, input=text)
     assert told.exception is None or isinstance(told.exception, SystemExit), told.exception
+    assert "\x1b" not in told.stdout.replace(TEXT[-1], "") + told.stderr
     return told.exit_code, told.stdout, told.stderr
 
 
@@ -151,13 +152,13 @@ def test_generate_prints_only_the_text_to_stdout(env: dict[str, str], router: tu
 
 
 def test_generate_prints_the_trace_to_stderr(env: dict[str, str], router: tuple[str, Answers]) -> None:
-    rc, out, err = baton(env, "generate", "tell me", "--trace", "--address", router[0])
+    rc, out, err = invoke(env, "generate", "tell me", "--trace", "--address", router[0])
     assert (rc, out) == (0, "".join(TEXT) + HELD_BACK + "\n")
     assert all(word in err for word in ("queue", "prefill-0", "nixl: 3 blocks, 4.0 KiB", "decode-0", "64.0 ms"))
 
 
 def test_generate_json_is_one_object_on_one_line(env: dict[str, str], router: tuple[str, Answers]) -> None:
-    rc, out, err = baton(env, "generate", "-", "--json", "--seed", "5", "--stop", "x", "--address", router[0], text="from a pipe")
+    rc, out, err = invoke(env, "generate", "-", "--json", "--seed", "5", "--stop", "x", "--address", router[0], text="from a pipe")
     assert (rc, err, out.count("\n")) == (0, "", 1)
     told = json.loads(out)
     assert told["text"] == "".join(TEXT) + HELD_BACK and told["token_ids"] == [5, 6, 7, 8, 9]
@@ -172,7 +173,7 @@ def test_every_number_of_the_sampler_has_a_flag(env: dict[str, str], router: tup
     values = {name: number.range.high for name, number in NUMBERS.items()}
     flags = [text for name, value in values.items() for text in (f"--{name.replace('_', '-')}", f"{value:.10g}")]
     prompt = ("tell me",) if verb == "generate" else ()
-    assert baton(env, verb, *prompt, *flags, "--address", router[0], text="tell me\n")[0] == 0
+    assert invoke(env, verb, *prompt, *flags, "--address", router[0], text="tell me\n")[0] == 0
     sampling = router[1].asked[-1].sampling
     assert {name: getattr(sampling, name) for name in values} == pytest.approx(values)
     shown = " ".join(invoke(env, verb, "--help")[1].replace("│", " ").split())
@@ -187,17 +188,17 @@ def test_chat_has_its_own_default_temperature(env: dict[str, str], router: tuple
 
 
 def test_the_chat_flag_sends_the_prompt_as_a_message(env: dict[str, str], router: tuple[str, Answers]) -> None:
-    assert baton(env, "generate", "hello", "--chat", "--address", router[0])[0] == 0
+    assert invoke(env, "generate", "hello", "--chat", "--address", router[0])[0] == 0
     assert [(m.role, m.content) for m in router[1].asked[-1].chat.messages] == [("user", "hello")]
 
 
 def test_a_refusal_is_one_line_on_stderr(env: dict[str, str], router: tuple[str, Answers]) -> None:
-    rc, out, err = baton(env, "generate", "refuse", "--json", "--address", router[0])
+    rc, out, err = invoke(env, "generate", "refuse", "--json", "--address", router[0])
     assert (rc, out, err) == (1, "", "baton: INVALID_FIELD: max_tokens: must be at least 1\n")
 
 
 def test_a_broken_stream_fails_after_its_text_was_printed(env: dict[str, str], router: tuple[str, Answers]) -> None:
-    rc, out, err = baton(env, "generate", "break", "--address", router[0])
+    rc, out, err = invoke(env, "generate", "break", "--address", router[0])
     assert (rc, out, err) == (1, "Once upon\n", "baton: RETRIES_SPENT: no worker came back\n")
 
 
@@ -206,7 +207,7 @@ def test_an_unreachable_router_is_a_failure(env: dict[str, str]) -> None:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         for verb in (("generate", "x"), ("status",)):
-            rc, out, err = baton(env, *verb, "--address", address)
+            rc, out, err = invoke(env, *verb, "--address", address)
             assert (rc, out) == (1, "") and err.startswith("baton: UNAVAILABLE: ") and err.count("\n") == 1
 
 
@@ -248,7 +249,7 @@ def test_a_number_out_of_range_is_refused(env: dict[str, str], flags: tuple[str,
 def test_status_accepts_the_admin_address(env: dict[str, str], router: tuple[str, Answers]) -> None:
     rc, out, err = baton(env, "status", "--json", "--address", router[0])
     assert (rc, err) == (0, "") and json.loads(out) == STATUS and list(json.loads(out)["endpoints"]) == ["admin", "grpc"]
-    rc, out, err = baton(env, "status", "--address", router[0])
+    rc, out, err = invoke(env, "status", "--address", router[0])
     assert (rc, err) == (0, "") and "[red]small" in out and "registry away" in out and "2 in flight" in out
 
 
@@ -397,17 +398,17 @@ def test_config_print_shows_the_tree_with_its_sources(env: dict[str, str], tmp_p
 def test_config_print_says_what_a_gpu_would_get(env: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"torch_dtype": "float16"}')
     asked = ("--engine.device", "cuda", "--model.path", str(tmp_path), "--model.dtype", "auto", "--engine.attention-backend", "flash_attn")
-    _, out, _ = baton(env, "config", "print", *asked)
+    _, out, _ = invoke(env, "config", "print", *asked)
     lines = {line.split(":")[0].strip(): line.partition(" # ")[2] for line in out.splitlines() if line.startswith("  ")}
     assert lines["dtype"] == "flag --model.dtype; auto: float16, as the checkpoint"
     assert lines["block_size"] == "auto: 256, flash_attn needs it"
     assert lines["max_num_batched_tokens"] == "auto: 2048, on a GPU; 8192 from 64 GiB on"
-    _, out, _ = baton(env, "config", "print", *asked[:2], "--engine.kind", "vllm")
+    _, out, _ = invoke(env, "config", "print", *asked[:2], "--engine.kind", "vllm")
     assert re.search(r"block_size: null +# auto: vLLM decides$", out, re.MULTILINE)
 
 
 def test_the_output_of_config_print_loads_as_the_same_configuration(env: dict[str, str], tmp_path: Path) -> None:
-    rc, out, _ = baton(env, "config", "print", "--kv.transport", "tcp")
+    rc, out, _ = invoke(env, "config", "print", "--kv.transport", "tcp")
     assert rc == 0
     (tmp_path / "again.yaml").write_text(out)
     assert load([tmp_path / "again.yaml"], {}).config == load(env={}, flags={"kv.transport": "tcp"}).config != Config()
@@ -415,14 +416,14 @@ def test_the_output_of_config_print_loads_as_the_same_configuration(env: dict[st
 
 def test_config_json_masks_the_same_secrets_as_the_text(env: dict[str, str]) -> None:
     secrets = {"BATON_CLUSTER_KEY": "0123456789abcdef", "BATON_REDIS_URL": "redis://:secret@host:1/0"}
-    rc, out, err = baton({**env, **secrets}, "config", "print", "--json", "--engine.block-size", "8")
+    rc, out, err = invoke({**env, **secrets}, "config", "print", "--json", "--engine.block-size", "8")
     assert (rc, err, out.count("\n")) == (0, "", 1)
     assert json.loads(out)["engine"]["block_size"] == 8 and json.loads(out)["redis"]["url"] == f"redis://:{MASK}@host:1/0"
     assert "secret" not in out and "0123456789abcdef" not in out
 
 
 def test_config_schema_describes_every_key(env: dict[str, str]) -> None:
-    rc, out, err = baton(env, "config", "schema")
+    rc, out, err = invoke(env, "config", "schema")
     assert (rc, err) == (0, "")
     schema = json.loads(out)
     for key in keys():
@@ -648,5 +649,5 @@ def test_status_lists_the_routers_if_there_are_several(width: int) -> None:
 
 
 def test_top_in_a_pipe_exits_if_the_router_is_unreachable(env: dict[str, str]) -> None:
-    rc, out, err = baton(env, "top", "--address", "127.0.0.1:1")
+    rc, out, err = invoke(env, "top", "--address", "127.0.0.1:1")
     assert (rc, out) == (1, "") and err.startswith("baton: UNAVAILABLE") and err.count("\n") == 1
