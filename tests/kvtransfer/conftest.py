@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -39,14 +40,16 @@ class Nursery:
     """A process that runs peer.py, and forks peers."""
 
     def __init__(self) -> None:
+        self._one_at_a_time = threading.Lock()
         self._line, theirs = socket.socketpair()
         environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
         self._process = subprocess.Popen([sys.executable, str(HERE / "peer.py")], env=environment, stdin=theirs.fileno())
         theirs.close()
 
     def ask(self, *request: object, pipes: Sequence[int] = ()) -> Any:
-        socket.send_fds(self._line, [json.dumps(request).encode()], list(pipes))
-        answer = self._line.recv(1 << 10)
+        with self._one_at_a_time:
+            socket.send_fds(self._line, [json.dumps(request).encode()], list(pipes))
+            answer = self._line.recv(1 << 10)
         assert answer, f"the process that forks peers exited with {self._process.wait()}"
         return json.loads(answer)
 
