@@ -7,8 +7,8 @@ the pool of a worker; they speak in turn, so whatever one needs has left the poo
 arms take turns. Then the workers of the arm with a disk are killed, and every conversation speaks again. Then prompts that never come back
 go to new clusters: without tiers, with one that keeps all that it gets (as each does until it has seen that nothing returns), and with one
 that has seen it, and only watches. At first a stream runs beside them, and the gaps between its tokens are compared; afterwards processor
-time of both workers and time are compared, in turns; `--useless` does nothing else. With a trace, a part of it is replayed at last
-(`tier_trace.py`).
+time of both workers and time are compared, in turns; `--useless` does nothing else, and changes that part of a file. With a trace, a part
+of it is replayed at last (`tier_trace.py`).
 """
 
 import argparse
@@ -283,7 +283,10 @@ def main() -> None:
     print(f"{describe()}; load average {load:.1f}; seed {SEED}; working set {need / POOL_MIB:.1f} x the pool")
     if options.useless:
         with tempfile.TemporaryDirectory() as folder:
-            show_useless(measure_useless(Path(folder)))
+            useless = measure_useless(Path(folder))
+        show_useless(useless)
+        if options.json:
+            options.json.write_text(json.dumps(json.loads(options.json.read_text()) | {"useless": useless}, indent=1))
         return
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         endpoints = {name: stack.enter_context(cluster(SHIPPED, *FIXED, *flags)) for name, flags in arms(Path(folder)).items()}
