@@ -41,8 +41,8 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 POOL_MIB, BLOCK_KIB = 16, 64
 SEED, LENGTH, NEW, ANSWER = 3, 1500, 24, 8  # tokens
 CONVERSATIONS, ROUNDS = 14, 4
-FRESH, BATCH, BATCHES = 400, 8, 12
-STREAM, STREAMING_S = 160, 30.0  # tokens of a stream; how long there are streams
+FRESH, BATCH, BATCHES = 400, 8, 10
+STREAM, STREAMING_S = 160, 24.0  # tokens of a stream; how long there are streams
 FIXED = ("--engine.threads", "1", "--engine.kv-memory-mib", str(POOL_MIB), "--router.bypass-tokens", "0")
 ROOM_MIB = 128
 USELESS_MIB, MOST_FILLING = 32, 50  # room of tiers to which nothing returns; batches of prompts until they are full and have seen that

@@ -2,13 +2,14 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from stand_in_dma import StandInPool
-from tiered import UNIT, WITHIN_S, Tiered, make_seq, tiered, until
+from tiered import UNIT, WITHIN_S, PlainStore, Tiered, make_seq, tiered, until
 
 from baton.cluster.config_engine import TiersConfig
 from baton.cluster.membership import lasting_name
@@ -25,7 +26,7 @@ from baton.engine.start import start_engine
 from baton.models.make_small import make_toy
 from baton.tiers.locked_store import LockedStore, slot_bytes
 from baton.tiers.tiers import Tiers
-from baton.worker.colder import MEMORY_READERS, make_tiers
+from baton.worker.colder import MEMORY_READERS, make_tiers, records
 from baton.worker.meter import Meter
 
 MIB = 1 << 20
@@ -129,17 +130,33 @@ async def test_workers_share_what_is_in_an_object_store(tmp_path: Path) -> None:
         assert (await say(other, "b", 1)).prefilled == 0 and tier.worth.tally.hits == 8
 
 
+def metered(tiers: Tiers) -> Callable[[], dict[str, float]]:
+    """Returns what reads the metrics of these."""
+    book, tracer = Book("prefill", "prefill-0", "toy"), SimpleNamespace(exported=0, dropped=0)
+    membership = SimpleNamespace(reachable=True, reconnects=0)
+    Meter(book, membership, tracer).tell_tiers(tiers)  # type: ignore[arg-type]
+    return lambda: {
+        family.name: family.series[0].value for family in book.families() if family.name.startswith("baton_tier") and family.series
+    }
+
+
+async def test_metrics_and_the_record_tell_that_a_tier_only_watches() -> None:
+    async with tiered(PlainStore(16)) as t:
+        read = metered(t.tiers)
+        for number in range(10):
+            await say(t, f"{number}", number)
+        values, [record] = read(), records(t.tiers)
+        assert (values["baton_tier_on"], values["baton_tier_watching"], values["baton_tier_returned_total"]) == (1, 1, 0)
+        assert record.state == "watching" and f"none of {values['baton_tier_left_total']:.0f} blocks" in record.why
+
+
 @pytest.mark.usefixtures("unmeasured")
 async def test_metrics_tell_what_each_tier_did() -> None:
-    book = Book("prefill", "prefill-0", "toy")
     async with tiered(tiers=made(memory_mib=1)) as t:
-        membership, tracer = SimpleNamespace(reachable=True, reconnects=0), SimpleNamespace(exported=0, dropped=0)
-        Meter(book, membership, tracer).tell_tiers(t.tiers)  # type: ignore[arg-type]
+        read = metered(t.tiers)
         for number in (1, 2, 3, 1):
             await say(t, f"{number}-{len(t.outputs)}", number)
-        values = {
-            family.name: family.series[0].value for family in book.families() if family.name.startswith("baton_tier") and family.series
-        }
+        values = read()
         assert values["baton_tier_hits_total"] == values["baton_tier_reads_total"] > 0 and values["baton_tier_on"] == 1
         assert values["baton_tier_watching"] == 0 and values["baton_tier_left_total"] >= values["baton_tier_returned_total"] > 0
         assert values["baton_tier_read_bytes_total"] == values["baton_tier_hits_total"] * UNIT

@@ -319,7 +319,7 @@ class Colder:
             self._clean = None
             return
         held = self.held[target]
-        now = pool.available, pool.num_cached, len(held), target, every, *(seq.id for seq in must)
+        now = pool.available, pool.num_cached, len(held), target, every, *((seq.id, seq.preemptions) for seq in must)
         if now == self._clean and not self._sealed:
             return
         only = None if every else {key for seq in must for key in seq.keys}

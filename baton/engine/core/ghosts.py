@@ -16,7 +16,8 @@ Waldspurger and others, FAST 2015): keys are hashes, and every worker chooses th
 from collections import OrderedDict
 from collections.abc import Container, Iterable
 
-# Keeping a block takes 1/16 of the time of computing it with the smallest model (benchmarks/tiers.py), and less with a larger one.
+# Keeping a block takes 1/16 of the time of computing it with the smallest model (benchmarks/tiers.py), and less with a larger one: so what
+# is kept costs at most twice what it saves there, and what is not would have saved 1 / (4 * KEEPS) of all computing at most.
 KEEPS = 32
 MOST = 1 << 15  # keys, some 5 MB
 PATIENCE_S = 300.0  # of work without a return, and a turnover of the pool: the tiers may be too large for a turnover ever to end
