@@ -216,7 +216,8 @@ def cluster(
         ports = ("--router.port", "0", "--router.admin-port", "0", "--router.http-port", "0", "--router.page-port", "0")
         files = {"cert": "server.pem", "key": "server.key", "ca": "ca.pem"} if tls else {}
         secured = [part for key, file in files.items() for part in (f"--security.tls-{key}", f"{tls}/{file}")]
-        fixed = ("--cluster.name", name, *ports, *secured, "--engine.kv-memory-mib", "64")
+        patient = ("--router.recover-wait-s", "60")  # a process needs 10 s to come back on a busy machine
+        fixed = ("--cluster.name", name, *ports, *secured, "--engine.kv-memory-mib", "64", *patient)
         sizes = ("--prefill", str(prefill), "--decode", str(decode), "--launcher", launcher)
         command = [sys.executable, "-m", "baton", "up", "--model", str(model), *sizes, *fixed, *flags]
         started = _detached if detach else _attached

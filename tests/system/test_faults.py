@@ -191,7 +191,8 @@ async def test_a_read_from_a_hung_prefill_worker_fails_and_the_prompt_is_recompu
 
 
 async def test_without_a_prefill_worker_requests_bypass_prefill_and_without_a_decode_worker_they_are_refused(model: Path) -> None:
-    with faulty(model, "", "--launcher.restart-backoff-s", "20", prefill=1, decode=1) as live:
+    late = ("--launcher.restart-backoff-s", "20", "--router.recover-wait-s", "5")
+    with faulty(model, "", *late, prefill=1, decode=1) as live:
         await asyncio.to_thread(live.kill, "prefill-0")
         async with live.client() as client:
             result = await ask(client)

@@ -29,7 +29,7 @@ def port_taken_over(tmp_path: Path, role: str, credulous: bool = False) -> Itera
     """A cluster whose `role`-0 was killed and is not restarted. Its record lives for a minute, and a stranger now has its address."""
     slow_restart = ("--launcher.restart-backoff-s", "60", "--launcher.restart-backoff-max-s", "60", "--redis.record-ttl-s", "60")
     stranger = toy(tmp_path / "stranger", vocab=300)
-    with cluster(toy(tmp_path / "toy"), *slow_restart) as live:
+    with cluster(toy(tmp_path / "toy"), *slow_restart, "--router.recover-wait-s", "5") as live:
         address = next(worker["address"] for worker in live.workers(role))
         live.kill(f"{role}-0")
         env = {
