@@ -6,7 +6,7 @@ Keepalive needs both timeouts: without `ping_timeout_ms`, a hung peer is noticed
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, NoReturn, Self, TypeAlias
 
@@ -148,16 +148,25 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if isinstance(request, BatonError):
                 await abort(context, request)
             try:
-                async with aclosing(method(request, context)) as responses, _Patience(self._stall_s) as patience:
-                    async for response in responses:
-                        patience.since = patience.clock()
-                        await _write(context, response)
-                        patience.since = None
+                async with aclosing(method(request, context)) as responses:
+                    async for first in responses:  # until it comes there is nothing to read: a call that is refused needs no patience
+                        await self._send(context, first, responses)
             except _NotRead:  # the call has released everything that it held; gRPC queues the status behind the unread responses
                 self.stalled += 1
                 await abort(context, BatonError(Reason.STALLED, f"the client read nothing for {self._stall_s:g} s"))
 
         return stream
+
+    async def _send(self, context: Context, first: Any, others: AsyncIterator[Any]) -> None:
+        """All responses. Raises _NotRead."""
+        async with _Patience(self._stall_s) as patience:
+            patience.since = patience.clock()
+            await _write(context, first)
+            patience.since = None
+            async for response in others:
+                patience.since = patience.clock()
+                await _write(context, response)
+                patience.since = None
 
 
 def metadata_of(call: Any) -> list[tuple[str, str]]:
