@@ -40,7 +40,7 @@ async def traffic(cluster: SimulatedCluster, rate: float, seconds: float, seed: 
 
 
 def day(
-    seed: int, sizes: Sizes, rate: float = 0.02, seconds: float = 86400, times: Times | None = None
+    seed: int, sizes: Sizes, rate: float = 0.008, seconds: float = 86400, times: Times | None = None
 ) -> tuple[list[Record], dict[str, int], int]:
     async def main() -> tuple[list[Record], dict[str, int], int]:
         cluster = SimulatedCluster(sizes, times or Times(), RouterConfig())
@@ -63,7 +63,7 @@ def test_a_day_of_traffic_is_the_same_twice_and_uses_every_worker(monkeypatch: p
     sizes = Sizes(prefill=2, decode=2)
     done, refused, handoffs = day(1, sizes)
     assert (done, refused, handoffs) == day(1, sizes), "bit for bit"
-    assert len(done) > 1500 and refused == {} and handoffs > 0.9 * len(done)
+    assert len(done) > 600 and refused == {} and handoffs > 0.9 * len(done)
     for place, role in ((1, "prefill"), (2, "decode")):
         counts = {name: sum(record[place] == name for record in done) for name in (f"{role}-0", f"{role}-1")}
         assert min(counts.values()) > 0.3 * len(done), counts
