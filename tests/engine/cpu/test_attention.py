@@ -4,6 +4,7 @@ it is or rounded to int8 or int5."""
 import ctypes
 import itertools
 import math
+import os
 import random
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from baton.engine.model.int5_rows import pack
 
 U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # largest relative error of rounding a number
 LAYERS = 2
+FEWER = int(os.environ.get("BATON_TEST_FEWER", "1"))  # times fewer examples: for other processors, see test_panels.py
 # Without the other kernels, which take a minute to compile.
 ATTENTION = {"": Kernels(attend_in_place, attend_span, store), "int8": kv_int8.ATTENTION, "int5": kv_int5.ATTENTION}
 STORED = list(ATTENTION)
@@ -228,7 +230,7 @@ def test_half_precision_exceeds_the_rounding_bound(dtype: torch.dtype) -> None:
 
 
 @given(SHAPES, HOWS, st.lists(st.integers(0, 70), min_size=1, max_size=9), st.integers(0, 1000), st.sampled_from([1, 2, 5]))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80 // FEWER, deadline=None)
 def test_decodes_match_the_formula(shape: Shape, how: LayerAttention, before: list[int], seed: int, threads: int) -> None:
     run_with(threads, Case(shape, [(length, 1) for length in before], seed), how)
 
@@ -253,7 +255,7 @@ def run_with(threads: int, case: Case, how: LayerAttention = PLAIN) -> None:
     st.sampled_from([1, 16]),
     st.sampled_from(STORED),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40 // FEWER, deadline=None)
 def test_decodes_match_when_one_vector_is_key_and_value(
     heads: int, value: int, rest: int, how: LayerAttention, before: list[int], block_size: int, stored: str
 ) -> None:
@@ -280,7 +282,7 @@ def test_one_long_sequence_matches_the_formula(threads: int) -> None:
     st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 2, 9, 20])), min_size=1, max_size=6),
     st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 // FEWER, deadline=None)
 def test_decodes_beside_longer_spans_match_the_formula(
     shape: Shape, how: LayerAttention, lengths: list[tuple[int, int]], seed: int
 ) -> None:
@@ -289,7 +291,7 @@ def test_decodes_beside_longer_spans_match_the_formula(
 
 
 @given(SHAPES, HOWS, st.integers(0, 60) | st.integers(200, 700), st.integers(1, 90), st.sampled_from([1, 3]), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100 // FEWER, deadline=None)
 def test_spans_match_the_formula(shape: Shape, how: LayerAttention, before: int, new: int, threads: int, latent: bool) -> None:
     if latent:
         shape = replace(shape, kv_heads=1, value_dim=max(1, shape.dim - 3))
@@ -308,7 +310,7 @@ def test_spans_of_several_times_as_many_keys_as_are_met_at_once_match_the_formul
 
 
 @given(SHAPES, HOWS, st.integers(2, 2 * KEYS), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 // FEWER, deadline=None)
 def test_a_token_has_the_same_bits_in_any_span(shape: Shape, how: LayerAttention, tokens: int, data: st.DataObject) -> None:
     """So another size of chunks does not change a result: not even a chunk of one token, nor with a window."""
     before = data.draw(st.integers(0, tokens - 1))
