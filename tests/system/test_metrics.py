@@ -292,7 +292,7 @@ def test_a_lost_worker_raises_an_alert(alone: Cluster, tmp_path: Path) -> None:
             wait_for(address, pending, {"": 1.0})
         finally:
             os.kill(pid, 18)
-    alone.wait(lambda: alone.workers()[0].get("state") == "ready")
+    alone.wait(lambda: [worker.get("state") for worker in alone.workers()] == ["ready"])
 
 
 # Switched off, and restarted
@@ -334,7 +334,7 @@ async def test_health_and_targets_follow_a_restarted_worker(alone: Cluster) -> N
     assert before == [router, alone.workers()[0]["metrics"]]
     incarnation = alone.workers()[0]["incarnation"]
     alone.kill("decode-0")
-    alone.wait(lambda: alone.workers()[0]["incarnation"] != incarnation and alone.workers()[0]["state"] == "ready")
+    alone.wait(lambda: alone.incarnation("decode-0") != incarnation)
     assert json.loads(fetch(router, "/targets"))[0]["targets"] == [router, alone.workers()[0]["metrics"]]
     async with alone.client() as client:
         await serve(client, list(range(100)))
