@@ -189,22 +189,19 @@ class VllmEngine:
     async def _warm_up(self) -> None:
         """Before anybody listens: the first request of a process takes seconds, and so does the first that tells log-probabilities, alone
         and beside another, for which vLLM compiles. Leaves nothing but the cache of a root of its own."""
-        listener, ended = self._listener, asyncio.Event()
-        left = {"warm-up", "warm-up beside it"}
+        listener, ended = self._listener, asyncio.Semaphore(0)
 
         def note(outputs: list[Output]) -> None:
-            left.difference_update(output.seq.id for output in outputs if output.finish or output.failure or output.expired)
-            if not left:
-                ended.set()
+            _ = [ended.release() for output in outputs if output.finish or output.failure or output.expired]
 
         self._listener = Listener(note, lambda events: None, listener.on_failure)
         params = SamplingParams(max_tokens=4, seed=1, logprobs=1, ignore_eos=True)
         prompt = [0] * min(WARM_UP_TOKENS, self._traits.max_model_len - 4)
         try:
-            for name in sorted(left):
+            for name in ("warm-up", "beside it"):
                 await self.add(Sequence(name, prompt, len(prompt), params, b"warm-up"))
             async with asyncio.timeout(START_S):
-                await ended.wait()
+                _ = await ended.acquire(), await ended.acquire()
         finally:
             self._listener, self._desk.counts = listener, Counts()
 
