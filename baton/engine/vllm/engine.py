@@ -187,12 +187,12 @@ class VllmEngine:
     # --- requests ---
 
     async def _warm_up(self) -> None:
-        """Before anybody listens: the first request of a process takes seconds, and so does the first that tells log-probabilities, alone
-        and beside another, for which vLLM compiles. Leaves nothing but the cache of a root of its own."""
+        """Before anybody listens: first requests take seconds, and vLLM compiles for log-probabilities, of one and of several rows."""
         listener, ended = self._listener, asyncio.Semaphore(0)
 
         def note(outputs: list[Output]) -> None:
-            _ = [ended.release() for output in outputs if output.finish or output.failure or output.expired]
+            for _ in [output for output in outputs if output.finish or output.failure or output.expired]:
+                ended.release()
 
         self._listener = Listener(note, lambda events: None, listener.on_failure)
         params = SamplingParams(max_tokens=4, seed=1, logprobs=1, ignore_eos=True)
