@@ -71,26 +71,24 @@ class Gate:
         """Raises what `place` would raise at once. Under overload most requests end here: nothing has been prepared for them, and nobody
         else has been asked about them."""
         entry.trace.step = "admission"
-        due = self._due(entry.trace.watch.start, ask, deadline)
-        if (refusal := self._refusal(ask, due)) is not None:
-            raise refusal
+        self._judge(ask, self._due(entry.trace.watch.start, ask, deadline))
 
     def refusal(self, priority: int, deadline: float) -> BatonError | None:
         """What `check` raises for every request of this priority, whatever else it asks. None: it may be let in. One that asks for much is
         not held to the objective of its last token if it cannot meet that, so none is here."""
         due = replace(self._due(self._clock(), LEAST, deadline), end=math.inf)
-        return self._refusal(replace(LEAST, priority=priority), due)
-
-    def _refusal(self, ask: Ask, due: Due) -> BatonError | None:
-        now = self._clock()
-        self._let_in(self._admission.resize(self._count_places(), now))
-        if self._admission.late_by(ask.priority, now, due, ask.sequences) is None:
-            return None
         try:
-            self._ask(self._name(ask), ask, due, now)
+            self._judge(replace(LEAST, priority=priority), due)
         except BatonError as refusal:
             return refusal
-        raise AssertionError("what is late is refused")
+        return None
+
+    def _judge(self, ask: Ask, due: Due) -> None:
+        """Raises the refusal of one that would be late."""
+        now = self._clock()
+        self._let_in(self._admission.resize(self._count_places(), now))
+        if self._admission.late_by(ask.priority, now, due, ask.sequences) is not None:
+            self._ask(self._name(ask), ask, due, now)
 
     async def _enter(self, slot: str, turn: "asyncio.Future[None]", ask: Ask, due: Due) -> None:
         now = self._clock()

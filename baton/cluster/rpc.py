@@ -160,13 +160,9 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def _send(self, context: Context, first: Any, others: AsyncIterator[Any]) -> None:
         """All responses. Raises _NotRead."""
         async with _Patience(self._stall_s) as patience:
-            patience.since = patience.clock()
-            await _write(context, first)
-            patience.since = None
+            await patience.write(context, first)
             async for response in others:
-                patience.since = patience.clock()
-                await _write(context, response)
-                patience.since = None
+                await patience.write(context, response)
 
 
 def metadata_of(call: Any) -> list[tuple[str, str]]:
@@ -218,8 +214,8 @@ class _Patience:
     would add 7 % to the cost of a streamed token."""
 
     def __init__(self, stall_s: float | None) -> None:
-        self.since: float | None = None  # when the write under way began
-        self.clock = asyncio.get_running_loop().time
+        self._since: float | None = None  # when the write under way began
+        self._clock = asyncio.get_running_loop().time
         self._stall_s = stall_s
         self._scope = asyncio.timeout(None)
         self._timer: asyncio.TimerHandle | None = None
@@ -237,23 +233,24 @@ class _Patience:
         except TimeoutError:
             raise _NotRead from None
 
+    async def write(self, context: Context, response: Any) -> None:
+        """Returns when the response fits into the flow-control window."""
+        self._since = self._clock()
+        try:
+            await context.write(response)
+        except grpc.aio.InternalError:
+            raise _gone() from None
+        self._since = None
+
     def _look(self) -> None:
         if self._stall_s is None:
             return
-        now = self.clock()
-        until = (self.since or now) + self._stall_s
+        now = self._clock()
+        until = (self._since or now) + self._stall_s
         if until <= now:
             self._scope.reschedule(now)  # expires at once
         else:
             self._timer = asyncio.get_running_loop().call_at(until, self._look)
-
-
-async def _write(context: Context, response: Any) -> None:
-    """Returns when the response fits into the flow-control window."""
-    try:
-        await context.write(response)
-    except grpc.aio.InternalError:
-        raise _gone() from None
 
 
 def _gone() -> asyncio.CancelledError:

@@ -87,7 +87,7 @@ class Told(NamedTuple):
     """What a tier says of itself."""
 
     medium: str
-    state: str  # "watching" if it `watches`
+    state: str  # of its table, or watching: it is on, and keeps nothing new
     why: str  # it is off, or only watches
     units: int
     capacity: int
@@ -159,9 +159,9 @@ class Tier:
         return self.state is State.ON
 
     @property
-    def watches(self) -> bool:
-        """Whether it is on, and keeps nothing new that may come back or not."""
-        return self.on and self.ghosts is not None and not self.ghosts.open
+    def _watching(self) -> Ghosts | None:
+        """Those for whose sake it is on and keeps nothing new that may come back or not."""
+        return self.ghosts if self.on and self.ghosts is not None and not self.ghosts.open else None
 
     def rate(self, now: float) -> Rate | None:
         return self._rate.at(now)
@@ -172,7 +172,7 @@ class Tier:
             saved_s, spent_s = self.worth.lately(now)
             rate, units, tally = self._rate.at(now), (self.units, self.store.capacity), replace(self.worth.tally)
             cost = self.store.unit_bytes / rate.bytes_per_s / compute_s if rate and compute_s else 0.0
-            state = ("watching", self.ghosts.why) if self.watches and self.ghosts is not None else (self.state.value, self.why)
+            state = ("watching", ghosts.why) if (ghosts := self._watching) is not None else (self.state.value, self.why)
             return Told(self.medium, *state, *units, tally, saved_s, spent_s, cost)
 
     def save(self, save: Save) -> None:
@@ -399,7 +399,7 @@ class Tier:
                 self._move("try")
                 self.worth.begin(now)
             self._return()
-        elif self.on and not self.watches and not self.store.pins and not self.worth.pays(now):
+        elif self.on and self._watching is None and not self.store.pins and not self.worth.pays(now):
             saved, spent = self.worth.lately(now)
             self._off("cost", f"it saved {saved:.1f} s and cost {spent:.1f} s lately", now + REST_S)
 

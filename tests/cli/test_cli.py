@@ -51,6 +51,7 @@ STATUS: dict[str, Any] = {
     "workers": [],
     "routers": [],
     "starts": [],
+    "planner": None,
 }
 
 

@@ -225,8 +225,8 @@ async def test_membership_fails_if_the_worker_cannot_describe_itself() -> None:
 # Block events
 
 
-async def test_events_are_published_in_order_and_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker()
+def counted(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many events each message has from now on."""
     batches: list[int] = []
     publish = worker.registry.publish
 
@@ -235,6 +235,12 @@ async def test_events_are_published_in_order_and_in_one_batch(monkeypatch: pytes
         await publish(batch)
 
     monkeypatch.setattr(worker.registry, "publish", counting)
+    return batches
+
+
+async def test_events_are_published_in_order_and_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    batches = counted(worker, monkeypatch)
     async with worker.present():
         for number in range(1, 51):
             worker.membership.announce(events(number, number))
@@ -244,17 +250,11 @@ async def test_events_are_published_in_order_and_in_one_batch(monkeypatch: pytes
 
 async def test_events_of_colder_media_go_with_the_next_ones_or_alone_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker()
-    batches: list[int] = []
-    publish = worker.registry.publish
-
-    async def counting(batch: list[BlockEvent]) -> None:
-        batches.append(len(batch))
-        await publish(batch)
+    batches = counted(worker, monkeypatch)
 
     def colder(number: int) -> list[BlockEvent]:
         return [replace(event, medium=HOST) for event in events(number, number)]
 
-    monkeypatch.setattr(worker.registry, "publish", counting)
     monkeypatch.setattr(membership, "LATER_S", 3600.0)
     async with worker.present():
         worker.membership.announce(colder(1))

@@ -54,8 +54,23 @@ async def live() -> AsyncIterator[Cluster]:
         assert not left, "vLLM's files outlive their cluster"
 
 
+def scraped(address: str) -> dict[str, float]:
+    """The last value of each metric that a process has."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as page:
+        lines = [line for line in page.read().decode().splitlines() if not line.startswith("#")]
+    return {line.split("{")[0].split(" ")[0]: float(line.split()[-1]) for line in lines}
+
+
+def indexed(live: Cluster) -> float:
+    """How many cached blocks of workers the router knows of: it learns of them a moment after the answer."""
+    return scraped(live.status()["endpoints"]["metrics"])["baton_router_prefix_index_entries"]
+
+
 def prompt(number: int) -> list[int]:
     return [number + 10, *((i * 37) % 900 + 5 for i in range(150))]
+
+
+BLOCKS = len(prompt(0)) // 32  # full ones
 
 
 async def answer(live: Cluster, number: int, **how: Any) -> Result:
@@ -79,9 +94,11 @@ async def gone(processes: list[psutil.Process], within_s: float = 30.0) -> None:
 
 async def test_kv_is_handed_over_and_what_spoils_a_handoff_is_found(live: Cluster) -> None:
     for number, failure in enumerate(("", "DIGEST_MISMATCH", "LEASE_EXPIRED", "")):
+        before = await asyncio.to_thread(indexed, live)
         result = await answer(live, number)
         assert (result.handoff["failure"], bool(result.handoff["blocks"])) == (failure, not failure)
         assert bool(result.handoff["recomputed_tokens"]) == bool(failure)
+        await asyncio.to_thread(live.wait, lambda before=before: indexed(live) >= before + 2 * BLOCKS)
         again = await answer(live, number)  # the decode worker has the prompt in its cache now, and nothing is handed over
         assert again.handoff["blocks"] == 0 and again.token_ids == result.token_ids
         await live.quiet()
@@ -93,9 +110,7 @@ async def test_routers_know_that_vllm_lends_nothing(live: Cluster) -> None:
 
 async def test_what_vllm_tells_appears_under_the_names_of_every_engine(live: Cluster) -> None:
     for worker in live.workers():
-        with await asyncio.to_thread(urllib.request.urlopen, f"http://{worker['metrics']}/metrics", timeout=10) as page:
-            lines = [line for line in page.read().decode().splitlines() if not line.startswith("#")]
-        told = {line.split("{")[0].split(" ")[0]: float(line.split()[-1]) for line in lines}
+        told = await asyncio.to_thread(scraped, worker["metrics"])
         for name in ("step_tokens_count", "computed_tokens_total", "prefix_queried_tokens_total"):
             assert told[f"baton_engine_{name}"] > 0
         assert told["vllm:prefix_cache_queries_total"] == told["baton_engine_prefix_queried_tokens_total"]

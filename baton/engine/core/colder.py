@@ -195,11 +195,11 @@ class Colder:
         if self._left:
             self.ghosts.left(self._left, now)
             self._left.clear()
-        for number in [number for number, load in self._loads.items() if load.deadline <= now] if self._loads else ():
+        for number in [number for number, load in self._loads.items() if load.deadline <= now]:
             self.landed(number)
         if self._ahead:
             self._tell_hints(self._ahead.expire(now))
-        met = sum([self._met(meeting) for meeting in list(self._meetings.values()) if meeting.over]) if self._meetings else 0
+        met = sum(self._met(meeting) for meeting in list(self._meetings.values()) if meeting.over)
         if self._scheduler.waiting:
             self._seek(now)
         self._save()
