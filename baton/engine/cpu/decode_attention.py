@@ -29,6 +29,7 @@ EVERYTHING = 1 << 62  # keys that a query without a window sees
 AHEAD = 32  # keys between the one in use and the one being prefetched: blocks are scattered, so no processor can predict the next
 LINE = 64  # bytes of a cache line
 VALUES = 16  # that are added before the sums are written
+NEAR = 1 << 17  # bytes that the second cache of a core holds beside others
 
 
 def attend_in_place(paged: PagedKv, layer: int, q: Tensor, kv: Tensor, out: Tensor, decodes: Decodes, how: LayerAttention) -> None:
@@ -111,42 +112,42 @@ def _fetch(pool, at, head, width, first, last):
             prefetch(pool, at[i] + head + d)
 
 
-def _score(pool, at, head, count, dim, query, scores):
-    """q kᵀ: each key is read once from memory, for all queries that share it."""
+def _score(pool, at, head, counts, dim, query, scores):
+    """q kᵀ: each key is read once from memory, for all queries that share it. `counts`: of the keys, and of those that are prefetched."""
 
 
 @overload(_score)
-def _score_by(pool, at, head, count, dim, query, scores):
-    def plain(pool, at, head, count, dim, query, scores):
+def _score_by(pool, at, head, counts, dim, query, scores):
+    def plain(pool, at, head, counts, dim, query, scores):
         (group, far), apart = query.shape, scores.shape[1]
-        for i in range(0, _whole(count), KEYS):
-            _fetch(pool, at, head, dim, i + AHEAD, min(i + AHEAD + KEYS, count))
+        for i in range(0, _whole(counts[0]), KEYS):
+            _fetch(pool, at, head, dim, i + AHEAD, min(i + AHEAD + KEYS, counts[1]))
             for g in range(0, group, QUERIES):
                 score_keys(pool, at[i:], head, query[g], far, min(QUERIES, group - g), dim, scores[g, i:], apart)
 
-    def packed(pool, at, head, count, dim, query, scores):
+    def packed(pool, at, head, counts, dim, query, scores):
         (group, far), apart, groups, width = query.shape, scores.shape[1], -(-dim // GROUP), width_of(pool, dim)
-        for i in range(0, _whole(count), int5_dots.KEYS):
-            _fetch(pool, at, head, width, i + AHEAD, min(i + AHEAD + int5_dots.KEYS, count))
+        for i in range(0, _whole(counts[0]), int5_dots.KEYS):
+            _fetch(pool, at, head, width, i + AHEAD, min(i + AHEAD + int5_dots.KEYS, counts[1]))
             for g in range(0, group, int5_dots.QUERIES):
                 score_rows(pool, at[i:], head, groups, query[g], far, min(int5_dots.QUERIES, group - g), scores[g, i:], apart)
 
     return packed if is_packed(pool) else plain
 
 
-def _sum_values(pool, at, head, count, dims, weights, sums):
-    """Each value is read once from memory, for all queries that share it. `dims`: numbers of a row, of which the first are the value, and
-    how many."""
+def _sum_values(pool, at, head, counts, dims, weights, sums):
+    """Each value is read once from memory, for all queries that share it. `counts`: as in `_score`; `dims`: numbers of a row, of which the
+    first are the value, and how many."""
 
 
 @overload(_sum_values)
-def _sum_values_by(pool, at, head, count, dims, weights, sums):
-    def plain(pool, at, head, count, dims, weights, sums):
+def _sum_values_by(pool, at, head, counts, dims, weights, sums):
+    def plain(pool, at, head, counts, dims, weights, sums):
         (group, apart), far, dim = sums.shape, weights.shape[1], dims[1]
         sums[:] = ZERO
-        for i in range(0, count, VALUES):
-            _fetch(pool, at, head, dim, i + AHEAD, min(i + AHEAD + VALUES, count))
-            some, d = min(VALUES, count - i), 0
+        for i in range(0, counts[0], VALUES):
+            _fetch(pool, at, head, dim, i + AHEAD, min(i + AHEAD + VALUES, counts[1]))
+            some, d = min(VALUES, counts[0] - i), 0
             while d < dim:
                 vectors = min(VECTORS, (dim - d) // LANES)
                 for g in range(0, group, QUERIES):
@@ -154,12 +155,12 @@ def _sum_values_by(pool, at, head, count, dims, weights, sums):
                     add_values(pool, at[i:], head + d, some, weights[g, i:], far, rows, vectors, dim - d, sums[g, d:], apart)
                 d += max(vectors, 1) * LANES
 
-    def packed(pool, at, head, count, dims, weights, sums):
+    def packed(pool, at, head, counts, dims, weights, sums):
         (group, apart), far, width = sums.shape, weights.shape[1], width_of(pool, dims[0])
         sums[:] = ZERO
-        for i in range(0, count, VALUES):
-            _fetch(pool, at, head, width, i + AHEAD, min(i + AHEAD + VALUES, count))
-            some = min(VALUES, count - i)
+        for i in range(0, counts[0], VALUES):
+            _fetch(pool, at, head, width, i + AHEAD, min(i + AHEAD + VALUES, counts[1]))
+            some = min(VALUES, counts[0] - i)
             for part in range(-(-dims[1] // GROUP)):
                 for g in range(0, group, int5_dots.QUERIES):
                     rows = min(int5_dots.QUERIES, group - g)
@@ -231,10 +232,25 @@ def _keep_in(pool, scales, numbers, slot, spot):
 
 
 @njit
+def _store_new(pool, scales, new_rows, token, keys, head, shape, where):
+    """Stores the key and the value of a token for one head in their slots, and those of the tokens before it in this step: other threads
+    may compute these, and they may be in other blocks. They store the same bytes."""
+    (positions, before, table), (scales_apart, first, rows, kv_heads), (block_size, dim, head_size) = where, shape[0], shape[1]
+    (kv, kv_apart), (at, seen) = new_rows, keys
+    while token >= 0 and seen >= 0:
+        slot, offset = at[seen], positions[token] % block_size
+        for row in range(head, rows, kv_heads):
+            new = token * kv_apart + row * dim
+            spot = table[positions[token] // block_size] * scales_apart + (first + row) * block_size + offset
+            keep(pool, scales, kv[new : new + dim], slot + row * head_size, spot)
+        token, seen = before[token], seen - 1
+
+
+@njit
 def attend_tokens(pool, scales, given, places, shape, how):
     """The first `size` tokens. A token's key and value are stored in their slot; then its query sees the slots up to its own, or those in
-    its window, and no others. Other threads may compute the tokens before it, and these may be in other blocks, so it stores theirs, too:
-    the same bytes."""
+    its window, and no others. Tokens of one sequence are computed one after the other for each head: the first brings its keys and values
+    into the core's cache."""
     (q, q_apart, kv, kv_apart, out), (index, size), (window, softcap, scale) = given, places, how
     (apart, scales_apart, layer), (parts, heads, kv_heads, block_size, dim, value_dim) = shape
     positions, bases, before, tables = index[:size], index[size : 2 * size], index[2 * size : 3 * size], index[3 * size :]
@@ -246,43 +262,44 @@ def attend_tokens(pool, scales, given, places, shape, how):
     scores, factors = np.empty((group, most), np.float32), np.empty(0 if scales is None else most, np.float32)
     totals, sums = np.empty(group, np.float32), np.empty((group, _padded(value_dim)), np.float32)
     me, threads = team()
-    found, done, total = -1, 0, (positions.sum() + size) * kv_heads
-    for b in range(size):
-        length = positions[b] + 1
-        count, table = min(window, length), tables[bases[b] :]
+    end, found, done, total = 0, -1, 0, (positions.sum() + size) * kv_heads
+    while end < size:
+        first, end = end, end + 1
+        while end < size and bases[end] == bases[first]:
+            end += 1
         for head in range(kv_heads):
-            mine = done * threads // total == me
-            done += length
-            if not mine:
-                continue
-            if found != b:
-                _find_keys(table, length - count, count, block_size, (apart, layer, rows), width, at)
-                found = b
-            last = (parts - 1) * kv_heads + head
-            key, value = head * head_size, last * head_size
-            token, seen = b, count - 1
-            while token >= 0 and seen >= 0:
-                slot, offset = at[seen], positions[token] % block_size
-                for row in range(head, rows, kv_heads):
-                    new = token * kv_apart + row * dim
-                    spot = table[positions[token] // block_size] * scales_apart + (layer * rows + row) * block_size + offset
-                    keep(pool, scales, kv[new : new + dim], slot + row * head_size, spot)
-                token, seen = before[token], seen - 1
-            of_keys = (layer * rows + head) * block_size, scales_apart, block_size
-            of_values = (layer * rows + last) * block_size, scales_apart, block_size
-            _fetch_scales(scales, table, length - count, count, of_keys)
-            _fetch_scales(scales, table, length - count, count, of_values)
-            _scale_queries(q[b * q_apart + head * group * dim :], dim, scale, query)
-            _score(pool, at, key, count, dim, query, scores)
-            _scale(scores, scales, table, length - count, count, of_keys, factors)
-            _fetch(pool, at, value, width_of(pool, value_dim), 0, min(AHEAD, count))
-            for g in range(group):
-                totals[g] = weigh(scores[g], count, softcap)
-            if head + 1 < kv_heads:
-                _fetch(pool, at, key + head_size, width, 0, min(AHEAD, count))
-            _scale(scores, scales, table, length - count, count, of_values, factors)
-            _sum_values(pool, at, value, count, (dim, value_dim), scores, sums)
-            _divide(sums, value_dim, totals, out[(b * heads + head * group) * value_dim :])
+            warm = False
+            for b in range(first, end):
+                length = positions[b] + 1
+                count, table = min(window, length), tables[bases[b] :]
+                mine = done * threads // total == me
+                done += length
+                if not mine:
+                    continue
+                if found != b:
+                    _find_keys(table, length - count, count, block_size, (apart, layer, rows), width, at)
+                    found = b
+                counts = count, 0 if warm and count * width * parts * pool.itemsize <= NEAR else count
+                warm = True
+                last = (parts - 1) * kv_heads + head
+                key, value = head * head_size, last * head_size
+                sizes = (scales_apart, layer * rows, rows, kv_heads), (block_size, dim, head_size)
+                _store_new(pool, scales, (kv, kv_apart), b, (at, count - 1), head, sizes, (positions, before, table))
+                of_keys = (layer * rows + head) * block_size, scales_apart, block_size
+                of_values = (layer * rows + last) * block_size, scales_apart, block_size
+                _fetch_scales(scales, table, length - count, count, of_keys)
+                _fetch_scales(scales, table, length - count, count, of_values)
+                _scale_queries(q[b * q_apart + head * group * dim :], dim, scale, query)
+                _score(pool, at, key, counts, dim, query, scores)
+                _scale(scores, scales, table, length - count, count, of_keys, factors)
+                _fetch(pool, at, value, width_of(pool, value_dim), 0, min(AHEAD, counts[1]))
+                for g in range(group):
+                    totals[g] = weigh(scores[g], count, softcap)
+                if b + 1 == end and head + 1 < kv_heads:
+                    _fetch(pool, at, key + head_size, width, 0, min(AHEAD, count))
+                _scale(scores, scales, table, length - count, count, of_values, factors)
+                _sum_values(pool, at, value, counts, (dim, value_dim), scores, sums)
+                _divide(sums, value_dim, totals, out[(b * heads + head * group) * value_dim :])
 
 
 @kernel(

@@ -31,7 +31,7 @@ from baton.engine.cpu.tile import (
 )
 
 KEYS = 8  # that are scored at a time
-QUERIES = 2 if LANES == 16 else 1  # that share a read key
+QUERIES = 2  # that share a read key or value
 VECTORS = 4  # of a value that are summed at a time
 NAMES = {FLOAT: "f32", I16: "i16", I8: "i8"}  # of LLVM's types
 
@@ -49,18 +49,21 @@ def score_keys(context: Any, pool: Any, at: Any, head: Any, query: Any, far: Any
 
         def case(count: int) -> None:
             queries = [builder.gep(query, [builder.mul(far, I64(r))]) for r in range(count)]
+            together = KEYS if LANES == 16 else KEYS // count  # their sums fit the registers
+            for first in range(0, KEYS, together):
+                some = keys[first : first + together]
 
-            def add(d: Any, sums: Sequence[Any], left: Any = None) -> list[Any]:
-                own = [builder.load(builder.bitcast(builder.gep(each, [d]), FLOATS.as_pointer()), align=4) for each in queries]
-                read = [_floats(builder, builder.gep(key, [d]), left) for key in keys]
-                return [fused(builder, sums[r * KEYS + j], read[j], own[r]) for r in range(count) for j in range(KEYS)]
+                def add(d: Any, sums: Sequence[Any], left: Any = None, some: list[Any] = some) -> list[Any]:
+                    own = [builder.load(builder.bitcast(builder.gep(each, [d]), FLOATS.as_pointer()), align=4) for each in queries]
+                    read = [_floats(builder, builder.gep(key, [d]), left) for key in some]
+                    return [fused(builder, sums[r * len(some) + j], read[j], own[r]) for r in range(count) for j in range(len(some))]
 
-            sums = _over(builder, dim, [zeros()] * (count * KEYS), add)
-            for r in range(count):
-                place = builder.gep(scores, [builder.mul(apart, I64(r))])
-                for part in totals(builder, sums[r * KEYS : (r + 1) * KEYS]):
-                    builder.store(part, builder.bitcast(place, part.type.as_pointer()), align=4)
-                    place = builder.gep(place, [I64(part.type.count)])
+                sums = _over(builder, dim, [zeros()] * (count * together), add)
+                for r in range(count):
+                    place = builder.gep(scores, [builder.add(builder.mul(apart, I64(r)), I64(first))])
+                    for part in totals(builder, sums[r * together : (r + 1) * together]):
+                        builder.store(part, builder.bitcast(place, part.type.as_pointer()), align=4)
+                        place = builder.gep(place, [I64(part.type.count)])
 
         switch(builder, rows, range(1, QUERIES + 1), case)
         return context.get_dummy_value()

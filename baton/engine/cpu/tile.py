@@ -33,6 +33,9 @@ from baton.engine.model.linear import INT4_GROUP
 # Numbers of a register, registers of sums for each row, and rows: all sums and a step's numbers of W are in registers.
 LANES, VECTORS, ROWS = (16, 2, 14) if "avx512f" in FEATURES else (8, 2, 6) if "avx2" in FEATURES else (4, 4, 6)
 OUTS = LANES * VECTORS
+# Steps that are written out one after the other; and the fewest rows of a tile with which an AVX2 core begins two products in each cycle,
+# as it can: each takes four cycles.
+UNROLLED, BUSY = (4, 4) if LANES == 8 else (1, 1)
 
 FLOAT, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(I32, LANES)
@@ -155,7 +158,7 @@ def add_rows(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any
         step, steps = (builder.udiv(count, I64(kind.group)) for count in (width, depth))
         numbers, panel = builder.bitcast(numbers, kind.given.as_pointer()), builder.bitcast(panel, kind.loaded.as_pointer())
 
-        def tile(first: Any, count: int, meanwhile: Callable[[Any], None] | None = None) -> None:
+        def tile(first: Any, count: int, meanwhile: Callable[[Any, int], None] | None = None) -> None:
             nth = [builder.add(first, I64(r)) for r in range(count)]
             begin, xs, end = (
                 [builder.gep(array, [builder.mul(far, row)]) for row in nth]
@@ -165,25 +168,57 @@ def add_rows(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any
             for row, place in zip(sums, end, strict=True):
                 store_row(builder, row, place)
 
-        def whole(i: Any, none: list[Any]) -> list[Any]:
-            """Meanwhile, the first tiles bring what follows this part of the panel into the caches, a line at each step."""
-            lines = max(1, OUTS * SIZES[kind.loaded] // LINE)  # of a step
-            done = builder.mul(builder.urem(i, I64(lines)), steps)
-            following = builder.bitcast(builder.gep(panel, [builder.mul(steps, I64(OUTS))]), I8.as_pointer())
-
-            def ahead(k: Any) -> None:
-                fetch(builder, builder.gep(following, [builder.mul(builder.add(done, k), I64(LINE))]))
-
-            tile(builder.mul(i, I64(ROWS)), ROWS, ahead)
-            return none
-
-        repeat(builder, builder.udiv(rows, I64(ROWS)), [], whole)
-        left = builder.urem(rows, I64(ROWS))
-        switch(builder, left, range(1, ROWS), lambda count: tile(builder.sub(rows, left), count))
+        following = builder.bitcast(builder.gep(panel, [builder.mul(steps, I64(OUTS))]), I8.as_pointer())
+        _over_rows(builder, rows, tile, following, steps, OUTS * SIZES[kind.loaded])
         return context.get_dummy_value()
 
     int64 = types.int64
     return types.void(before, int64, x, int64, panel, int64, int64, after, int64), generate
+
+
+def _over_rows(builder: Any, rows: Any, tile: Callable[..., None], following: Any, steps: Any, size: int) -> None:
+    """`tile(first, count, meanwhile)` of all rows: whole tiles, then the rows that are left. Meanwhile, whole tiles bring what lies at
+    `following` into the caches, as much as they read themselves: `steps` times `size` bytes."""
+    whole, left, groups = builder.udiv(rows, I64(ROWS)), builder.urem(rows, I64(ROWS)), builder.udiv(steps, I64(UNROLLED))
+    lines = max(1, UNROLLED * size // LINE)  # of a group of steps
+
+    def over(count: Any, start: Callable[[Any], Any], each: int) -> None:
+        """The ith tile brings `each` lines with every group of steps, from the line `start(i)` on."""
+
+        def one(i: Any, none: list[Any]) -> list[Any]:
+            begin = start(i)
+
+            def ahead(group: Any, nth: int) -> None:
+                if nth < each:
+                    line = builder.add(begin, builder.add(builder.mul(group, I64(each)), I64(nth)))
+                    fetch(builder, builder.gep(following, [builder.mul(line, I64(LINE))]))
+
+            tile(builder.mul(i, I64(ROWS)), ROWS, ahead)
+            return none
+
+        repeat(builder, count, [], one)
+
+    if BUSY == 1:
+        over(whole, lambda i: builder.mul(builder.urem(i, I64(lines)), groups), 1)
+        switch(builder, left, range(1, ROWS), lambda count: tile(builder.sub(rows, left), count))
+        return
+    # Two tiles of 3 to 5 rows take less time than a whole one and one of 1 to 3.
+    halved = builder.and_(builder.icmp_unsigned("<", builder.sub(left, I64(1)), I64(BUSY - 1)), builder.icmp_unsigned(">", whole, I64(1)))
+    whole = builder.sub(whole, builder.zext(halved, I64))
+    # If there are enough tiles, each brings a part: memory that is asked for all at once is waited for.
+    many = builder.icmp_unsigned(">=", whole, I64(lines))
+    part = builder.udiv(builder.mul(groups, I64(lines)), builder.select(many, whole, I64(1)))
+    over(builder.select(many, whole, I64(0)), lambda i: builder.mul(i, builder.add(part, I64(1))), 1)
+    over(builder.select(many, I64(0), whole), lambda _: I64(0), lines)
+
+    def rest(_: Any, begun: list[Any]) -> list[Any]:
+        count = builder.sub(rows, begun[0])
+        half = builder.lshr(builder.add(count, I64(1)), I64(1))
+        count = builder.select(builder.icmp_unsigned(">=", count, I64(ROWS)), half, count)
+        switch(builder, count, range(1, ROWS), lambda number: tile(begun[0], number))
+        return [builder.add(begun[0], count)]
+
+    repeat(builder, builder.select(halved, I64(2), I64(1)), [builder.mul(whole, I64(ROWS))], rest)
 
 
 @intrinsic
@@ -318,30 +353,30 @@ def add_nibbles(builder: Any, totals: list[Any], packed: list[Any], x: Any) -> l
 
 
 def _sums(
-    builder: Any, kind: Kind, sums: list[list[Any]], x: list[Any], panel: Any, steps: Any, meanwhile: Callable[[Any], None] | None
+    builder: Any, kind: Kind, sums: list[list[Any]], x: list[Any], panel: Any, steps: Any, meanwhile: Callable[[Any, int], None] | None
 ) -> list[list[Any]]:
-    """The loop, from sums `[rows][VECTORS]` to sums. `x`: where each row begins. `meanwhile(k)` is done at the kth step."""
-    entry, loop, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    k = builder.phi(I64)
-    totals = [[builder.phi(kind.total) for _ in row] for row in sums]
-    weights = vectors(builder, builder.gep(panel, [builder.mul(k, I64(OUTS))]), ir.VectorType(kind.loaded, LANES))
-    if meanwhile:
-        meanwhile(k)
-    added = []
-    for row, start in zip(totals, x, strict=True):
-        number = spread(builder, builder.load(builder.gep(start, [k]), align=1))
-        added.append([kind.add(builder, total, w, number) for total, w in zip(row, weights, strict=True)])
-    following = builder.add(k, I64(1))
-    builder.cbranch(builder.icmp_signed("<", following, steps), loop, after)
-    pairs = [(k, I64(0), following)]
-    pairs += [each for rows in zip(totals, sums, added, strict=True) for each in zip(*rows, strict=True)]
-    for phi, at_first, then in pairs:
-        phi.add_incoming(at_first, entry)
-        phi.add_incoming(then, loop)
-    builder.position_at_end(after)
-    return added
+    """The loop, from sums `[rows][VECTORS]` to sums. `x`: where each row begins. `meanwhile(i, j)` is done at step i · UNROLLED + j."""
+
+    def step(k: Any, totals: list[Any]) -> list[Any]:
+        weights = vectors(builder, builder.gep(panel, [builder.mul(k, I64(OUTS))]), ir.VectorType(kind.loaded, LANES))
+        numbers = [spread(builder, builder.load(builder.gep(start, [k]), align=1)) for start in x]
+        pairs = [(w, number) for number in numbers for w in weights]
+        return [kind.add(builder, total, w, number) for total, (w, number) in zip(totals, pairs, strict=True)]
+
+    def several(i: Any, totals: list[Any]) -> list[Any]:
+        first = builder.mul(i, I64(UNROLLED))
+        for nth in range(UNROLLED):
+            if meanwhile:
+                meanwhile(i, nth)
+            totals = step(builder.add(first, I64(nth)), totals)
+        return totals
+
+    groups, totals = builder.udiv(steps, I64(UNROLLED)), [total for row in sums for total in row]
+    totals = repeat(builder, groups, totals, several)
+    if UNROLLED > 1:
+        done = builder.mul(groups, I64(UNROLLED))
+        totals = repeat(builder, builder.sub(steps, done), totals, lambda i, each: step(builder.add(done, i), each))
+    return [totals[r * VECTORS : (r + 1) * VECTORS] for r in range(len(sums))]
 
 
 def repeat(builder: Any, count: Any, starts: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:

@@ -22,7 +22,9 @@ FLOATS = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 4), (3, 20), (OUTS, 64), (130, 200), (130, 640), (700, 96), (65, panels.DEPTH + 4), (40, 2 * panels.DEPTH)]
 LAID = amx.CHUNK + amx.TILE + 3 if amx.THERE else 1  # rows that AMX lays out in two parts
 MOST = 3 * amx.CHUNK + 7 if amx.THERE else panels.CHUNK + 9  # three threads share so many rows with AMX, and otherwise the panels
-BATCHES = sorted({1, 2, 3, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS + 1, panels.CHUNK, panels.CHUNK + 3, LAID, MOST})
+BATCHES = sorted(
+    {1, 2, 3, ROWS - 1, ROWS, ROWS + 1, *range(2 * ROWS + 1, 3 * ROWS), 5 * ROWS + 2, panels.CHUNK, panels.CHUNK + 3, LAID, MOST}
+)
 Multiply = Callable[[Tensor], Tensor]
 
 
@@ -51,7 +53,7 @@ def check_rows(multiply: Multiply, x: Tensor, whole: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("outs", "width"), SHAPES)
+@pytest.mark.parametrize(("outs", "width"), [*SHAPES, (OUTS + 3, 6), (20, panels.DEPTH + 2)])  # steps that are left, too
 def test_products_are_those_of_plain_torch_and_a_row_is_the_same_in_any_batch(
     dtype: torch.dtype, bias: bool, outs: int, width: int
 ) -> None:
