@@ -5,6 +5,9 @@ while p, divided by what the row and its guess take, is no less than all tokens 
 more tokens a second with it than without (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, section 3,
 for a step that is bound by reading the weights). Where a step is bound by computing, a row takes its full share, and no guess is worth it.
 
+A step takes more than its rows: what is read of each sequence, and the engine's own work for it, are the same however many guesses it
+gets. The more of that there is, the more a guess is worth.
+
 Rows do not all take the same: a kernel computes several at once, so the second may take half of a step, and the next six nothing. Guesses
 are therefore added as long as some number of further rows may be worth it, by what each of these takes on average, and those after the
 best number are given back.
@@ -68,13 +71,23 @@ class DraftCosts:
         return found
 
 
+class Upkeep(NamedTuple):
+    """What a step takes for its sequences, in seconds, however many guesses they get."""
+
+    sequence: float = 0.0
+    token: float = 0.0  # for each of its known tokens, which are read once for all of its rows
+
+
+NO_UPKEEP = Upkeep()
+
+
 Chances = tuple[float, float]  # that the first guess is right, and that a further one is if all before it are
 
 
-def least_chance(rows: int, most: int, step: Line, drafting: Drafting) -> float:
+def least_chance(rows: int, most: int, step: Line, drafting: Drafting, beside: float = 0.0) -> float:
     """Of a first guess that may be worth it in a step with so many rows and at most `most` guesses. Above 1, none is, as where a step is
-    bound by computing."""
-    return (step.further(rows, most) + drafting.guess) * rows / step.at(rows)
+    bound by computing. `beside`: seconds that the step takes beside its rows, however many guesses it has."""
+    return (step.further(rows, most) + drafting.guess) * rows / (step.at(rows) + beside)
 
 
 class Worth(NamedTuple):
@@ -113,10 +126,11 @@ def _worth(
     return Worth(taken[:kept], *best)
 
 
-def allot(chances: Seq[Chances], most: Seq[int], rows: int, step: Line, drafting: Drafting) -> list[int]:
-    """How many guesses each sequence gets, the likeliest first. `most` of each; `rows` that the step has without guesses."""
+def allot(chances: Seq[Chances], most: Seq[int], rows: int, step: Line, drafting: Drafting, beside: float = 0.0) -> list[int]:
+    """How many guesses each sequence gets, the likeliest first. `most` of each; `rows` that the step has without guesses; `beside` as in
+    `least_chance`."""
     plain = step.at(rows)
-    worth = _worth(chances, most, rows, step, (float(rows), plain + drafting.begin * len(chances)), drafting.guess)
+    worth = _worth(chances, most, rows, step, (float(rows), plain + beside + drafting.begin * len(chances)), drafting.guess)
     counts, gains = [0] * len(chances), [0.0] * len(chances)
     for i, chance in worth.guesses:
         counts[i], gains[i] = counts[i] + 1, gains[i] + chance
@@ -137,13 +151,20 @@ class Other(NamedTuple):
 
 
 def allot_others(
-    others: Seq[Other], chances: Seq[Chances], counts: Seq[int], rows: int, step: Line, drafting: Drafting, begin: float
+    others: Seq[Other],
+    chances: Seq[Chances],
+    counts: Seq[int],
+    rows: int,
+    step: Line,
+    drafting: Drafting,
+    begin: float,
+    beside: float = 0.0,
 ) -> list[int]:
     """How many guesses each of `others` gets beside the `counts` that `allot` has found, the likeliest first. `begin`: seconds for the
-    first of each."""
+    first of each; `beside` as in `least_chance`."""
     expected = rows + sum(first * sum(further**i for i in range(count)) for (first, further), count in zip(chances, counts, strict=True))
     rows += sum(counts)
-    seconds = step.at(rows) + sum(drafting.begin + count * drafting.guess for count in counts if count)
+    seconds = step.at(rows) + beside + sum(drafting.begin + count * drafting.guess for count in counts if count)
     most = [other.most if counts[other.of] else 0 for other in others]
     found = [0] * len(others)
     for k, _ in _worth([other.chances for other in others], most, rows, step, (expected, seconds), 0.0, begin).guesses:
