@@ -15,9 +15,12 @@ best number are given back.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+REMEMBERED = 1 << 14  # values of a line
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +28,35 @@ class Line:
     """A function of a count, known at some. In between it is interpolated, and beyond the last two it goes on as between these."""
 
     points: tuple[tuple[int, float], ...]  # (count, seconds), by count, two or more
+    _found: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _found_further: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, count: int) -> float:
-        i = min(max(1, bisect_left(self.points, (count, 0.0))), len(self.points) - 1)
-        (x0, y0), (x1, y1) = self.points[i - 1 : i + 1]
-        return y0 + (y1 - y0) * (count - x0) / (x1 - x0)
+        if (found := self._found.get(count)) is None:
+            i = min(max(1, bisect_left(self.points, (count, 0.0))), len(self.points) - 1)
+            (x0, y0), (x1, y1) = self.points[i - 1 : i + 1]
+            found = _remember(self._found, count, y0 + (y1 - y0) * (count - x0) / (x1 - x0))
+        return found
 
     def further(self, count: int, most: int) -> float:
         """Seconds of one more than `count`, as the average over that number of further ones, of at most `most >= 1`, with which it is
         least."""
-        here, end = self.at(count), count + most
-        least = (self.at(end) - here) / most
-        for known, seconds in self.points[bisect_right(self.points, (count, float("inf"))) :]:
-            if known >= end:
-                break
-            least = min(least, (seconds - here) / (known - count))
-        return max(0.0, least)
+        if (found := self._found_further.get((count, most))) is None:
+            here, end = self.at(count), count + most
+            least = (self.at(end) - here) / most
+            for known, seconds in self.points[bisect_right(self.points, (count, float("inf"))) :]:
+                if known >= end:
+                    break
+                least = min(least, (seconds - here) / (known - count))
+            found = _remember(self._found_further, (count, most), max(0.0, least))
+        return found
+
+
+def _remember(known: dict[Key, float], key: Key, value: float) -> float:
+    if len(known) >= REMEMBERED:
+        known.clear()
+    known[key] = value
+    return value
 
 
 NOTHING = Line(((1, 0.0), (2, 0.0)))

@@ -634,7 +634,7 @@ def test_an_engine_drafts_if_the_options_say_so(tmp_path: Path) -> None:
     assert type(build(options.but(predictions=False)).engine.drafter) is Drafter
     assert build(options).engine.drafter.offer.methods == ("none", "prediction")
     engine = build(options.but(speculation="prompt_lookup", speculation_tokens=3)).engine
-    assert engine.drafter.offer == Offer(("prompt_lookup", "prediction"), 3) and engine.scheduler.limits.speculation_batch_tokens == 64
+    assert engine.drafter.offer == Offer(("prompt_lookup", "prediction"), 3) and engine.scheduler.limits.speculation_batch_tokens == 256
     params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
     engine.add(Sequence("a", [1, 2, 3], 3, params, root_key("toy")))
     while not engine.idle:
