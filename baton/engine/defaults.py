@@ -15,7 +15,8 @@ GIB = 1 << 30
 LARGE = 64 * GIB  # memory of a GPU that computes LARGE_STEP tokens at once
 LARGE_STEP, SMALL_STEP = 8192, 2048
 GPU_SEQUENCES = 256
-GUESSED = 64  # tokens of a step with guesses at most: as many as a CPU's recorded steps have. How many are worth it is measured
+# Tokens of a step with guesses at most, by device: as many as recorded or captured steps have. How many are worth it is measured.
+GUESSED = {"cpu": 256, "cuda": 64}
 BLOCK, FLASH_ATTN_BLOCK, VLLM_CPU_BLOCK = 16, 256, 32
 CPU_SHARE, GPU_SHARE = 0.25, 0.95  # of the free memory, for KV: a CPU's memory is for others, too
 HALVES = ("bfloat16", "float16")
@@ -51,7 +52,7 @@ def settle(options: Options, device: DeviceFacts, stored: str | None = None) -> 
         values["engine.kv_memory_fraction"] = (GPU_SHARE, "of what a GPU has left") if gpu else (CPU_SHARE, "of a CPU's free memory")
     guesses = not vllm and (engine.speculation != "none" or engine.predictions)
     if guesses and engine.speculation_batch_tokens is None:
-        values["engine.speculation_batch_tokens"] = GUESSED, "a bound: what steps take decides"
+        values["engine.speculation_batch_tokens"] = GUESSED[device.kind], "a bound: what steps take decides"
     values |= _limits(engine.max_num_seqs, engine.max_num_batched_tokens, vllm, device)
     found = {name: value for name, (value, _) in values.items()}
     whole = options.but(**{name.partition(".")[2]: value for name, value in found.items()})

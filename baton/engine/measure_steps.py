@@ -5,16 +5,20 @@ from collections.abc import Callable
 from itertools import accumulate, product
 
 from baton.engine.core.drafting import Ask, Drafter
+from baton.engine.core.engine import Engine
+from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Chunk, Runner
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
-from baton.engine.core.step_costs import DraftCosts, Line
+from baton.engine.core.step_costs import NO_UPKEEP, DraftCosts, Line, Upkeep
 
-SIZES = (1, 8, 2, 4, 3, 6, 16, 32)  # the first two are always measured
+SIZES = (1, 8, 2, 4, 3, 6, 16, 32, 64)  # the first two are always measured
 BUDGET_S = 0.5  # for one line
 TIMES = 20  # at most; the least counts, for other work can only add to it
 KNOWN = 48  # tokens of a sequence that is measured
 GUESSES = 4  # of a draft that is measured
+TOGETHER, STEPS = 8, 12  # sequences of an engine that is measured, and how many of its steps
+LONGER = 4 * KNOWN
 
 
 def step_line(runner: Runner, most: int, guesses: int, longest: int) -> Line:
@@ -41,6 +45,34 @@ def step_line(runner: Runner, most: int, guesses: int, longest: int) -> Line:
         if clock() - begun < BUDGET_S / 2:
             run(rows)
     return line
+
+
+def upkeep(runner: Runner, step: Line, most: int, longest: int) -> Upkeep:
+    """What a step of an engine takes beside its rows, for up to `most` sequences, short ones and longer ones; nothing on a device, where
+    it is not measured. No record refers to what it leaves in the pool's first blocks."""
+    size, blocks = runner.layout.block_size, runner.pool.num_blocks
+    lengths = [known for known in (KNOWN, LONGER) if known + STEPS <= min(longest, blocks * size)]
+    if runner.on_device or not lengths:
+        return NO_UPKEEP
+    count = min(TOGETHER, most, blocks // -(-(lengths[-1] + STEPS) // size))
+    each = [max(0.0, _least_step(runner, count, known) - step.at(count)) / count for known in lengths]
+    token = max(0.0, each[1] - each[0]) / (LONGER - KNOWN) if len(each) > 1 else 0.0
+    return Upkeep(max(0.0, each[0] - token * KNOWN), token)
+
+
+def _least_step(runner: Runner, count: int, known: int) -> float:
+    """Seconds of an engine's step in which `count` sequences of `known` tokens and a few more decode."""
+    engine = Engine(runner, Limits(count, max(count, known)), known + STEPS, prefix_caching=False)
+    params = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
+    seqs = [Sequence(f"measured{i}", [0] * known, known, params, b"") for i in range(count)]
+    for seq in seqs:
+        engine.add(seq)
+    least = float("inf")
+    while not engine.idle:
+        whole, start = all(seq.output_len for seq in seqs) and len(engine.sequences) == count, time.thread_time()
+        engine.step()
+        least = min(least, time.thread_time() - start) if whole else least
+    return least
 
 
 def draft_costs(drafter: Drafter, most: int, block_size: int, on_device: bool = False, usual: int = 1) -> DraftCosts:

@@ -12,10 +12,10 @@ from baton.engine.core.prediction import Prediction
 from baton.engine.core.prompt_lookup import PromptLookup
 from baton.engine.core.protocol import Runner
 from baton.engine.core.speculation import PREDICTION
-from baton.engine.core.step_costs import ASSUMED
+from baton.engine.core.step_costs import ASSUMED, NO_UPKEEP
 from baton.engine.core.toy import ToyRunner
 from baton.engine.facts.fingerprint import check_sums, tokenizer_fingerprint
-from baton.engine.measure_steps import copy_seconds, step_line
+from baton.engine.measure_steps import copy_seconds, step_line, upkeep
 from baton.engine.options import Options
 
 log = logging.getLogger(__name__)
@@ -128,13 +128,15 @@ def make_drafter(options: Options, runner: Runner, longest: int) -> Drafter | No
             said["draft"], said["drafts"] = costs.one.points, costs.several.points
     if not methods:
         return None
-    step, branch_s = ASSUMED, 0.0
+    step, branch_s, beside = ASSUMED, 0.0, NO_UPKEEP
     if engine.speculation != "none" and not isinstance(runner, ToyRunner):
-        step = step_line(runner, most, bound, longest)
+        step = step_line(runner, min(2 * most, engine.limits.speculation_batch_tokens), bound, longest)
+        said["beside"] = beside = upkeep(runner, step, most, longest)
         if others:
             said["branch"] = branch_s = copy_seconds(runner)
     log.info("how many guesses a step gets follows from: %s", json.dumps({"step": step.points, **said}))
-    return Chosen({name: Paced(method, bound, step, others, branch_s) for name, method in methods.items()}, engine.speculation, bound)
+    paced = {name: Paced(method, bound, step, others, branch_s, beside) for name, method in methods.items()}
+    return Chosen(paced, engine.speculation, bound)
 
 
 def _config(folder: Path) -> Any:

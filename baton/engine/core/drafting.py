@@ -15,7 +15,7 @@ from typing import Self
 from baton.engine.core.sampling import Sampled
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import NOTHING_OFFERED, PREDICTION, UNASKED, Offer
-from baton.engine.core.step_costs import ASSUMED, Drafting, Line, Other, allot, allot_others, least_chance
+from baton.engine.core.step_costs import ASSUMED, NO_UPKEEP, Drafting, Line, Other, Upkeep, allot, allot_others, least_chance
 
 FIRST_ACCEPTANCE = 0.6  # of a method of which nothing is known
 NEWEST, NEWEST_OF_ALL = 1 / 8, 1 / 16  # weight of the newest verified token in the estimate of a sequence, and of the method
@@ -24,7 +24,8 @@ OTHERS_ASKED = 8  # known tokens between two such questions
 NEWEST_OTHER, NEWEST_OTHER_OF_ALL = 1 / 32, 1 / 64  # the same of other choices, which are rarely right
 TRIED_IN = 128  # tokens for each token's time that a trial takes: trials of bad guesses cost less than a hundredth
 DOUBLINGS = 3  # of what lies between two trials, or two questions that had no answer
-MARGIN = 1.25  # what a guess must bring for what it takes: the engine's own work for it is not in what was measured
+MARGIN = 1.25  # what a guess must bring for what it takes: the engine's own work for the guess is not in what was measured
+LEVELS, MOST_LEVELS = 8, 64  # of what a step takes beside its rows, as shares of what it takes for them
 CELLS = 32  # steps of the chances by which it is remembered how many guesses a single sequence gets
 
 
@@ -113,21 +114,27 @@ class Pace:
 class Paced(Drafter):
     """Asks another drafter for as many tokens as are worth it, `bound` at most."""
 
-    def __init__(self, drafter: Drafter, bound: int, step: Line = ASSUMED, others: int = 0, branch_s: float = 0.0) -> None:
-        """`step`: seconds of a step by its rows. `others`: so many other choices may be verified; `branch_s`: seconds to begin one."""
+    def __init__(
+        self, drafter: Drafter, bound: int, step: Line = ASSUMED, others: int = 0, branch_s: float = 0.0, upkeep: Upkeep = NO_UPKEEP
+    ) -> None:
+        """`step`: seconds of a step by its rows; `upkeep`: what it takes beside them. `others`: so many other choices may be verified;
+        `branch_s`: seconds to begin one."""
         self.drafter = drafter
         self._others, self._branch_s = (others if drafter.other_tokens else 0), branch_s
         self._usual_others = [FIRST_OTHER / 2**rank for rank in range(self._others)]
-        self._beside: dict[Sequence, tuple[int, list[int]]] = {}  # in this step: guesses, and those of other choices, if any is worth it
+        self._chosen_others: dict[
+            Sequence, tuple[int, list[int]]
+        ] = {}  # in this step: guesses, and those of other choices, if any is worth it
         self.name = drafter.name
-        self._step = step
+        self._step, self._upkeep = step, upkeep
         self._margin = 1.0 if step is ASSUMED else MARGIN
         self._usual = [FIRST_ACCEPTANCE, FIRST_ACCEPTANCE]  # of the method, as in `Pace`: what is expected of a new sequence
         self.bound = min(bound, drafter.bound)
         self._paces: dict[Sequence, Pace] = {}
-        self._least: dict[int, float] = {}  # rows → `least_chance`
-        self._least_others: dict[int, float] = {}  # and the same of other choices
-        self._alone: dict[tuple[int, int, int], Seq[int]] = {}  # rows, and chances in parts of CELLS → what one sequence gets
+        self._least: dict[tuple[int, float], float] = {}  # rows, `_beside` → `least_chance`
+        self._least_others: dict[tuple[int, float], float] = {}  # and the same of other choices
+        # rows, `_beside`, and chances in parts of CELLS → what a single one that is asked gets
+        self._alone: dict[tuple[int, float, int, int], Seq[int]] = {}
         self._rest = 1  # tokens between two trials, in the step for which `most` was asked last
 
     @property
@@ -136,7 +143,7 @@ class Paced(Drafter):
 
     def ready(self, seq: Sequence) -> bool:
         """As if it were alone in the step."""
-        least = self._least_chance(1)
+        least = self._least_chance(1, self._beside([seq], 1))
         pace, known = self._pace(seq), len(seq.tokens)
         if least > 1 or pace.ask_at > known or (pace.first < least and pace.try_at > known):
             return False
@@ -147,7 +154,8 @@ class Paced(Drafter):
 
     def most(self, seqs: Seq[Sequence], rows: int) -> Seq[int]:
         """As many as are worth it, and from time to time one more. A sequence that is to get none takes next to no time here."""
-        least, self._beside = self._least_chance(rows), {}
+        beside = self._beside(seqs, rows)
+        least, self._chosen_others = self._least_chance(rows, beside), {}
         if least > 1:
             return ()
         self._rest = 1 + int(TRIED_IN * least)
@@ -158,7 +166,7 @@ class Paced(Drafter):
                 asked[i] = pace
         if not asked:
             return ()
-        counts, worth = [0] * len(seqs), self._allot([*asked.values()], rows)
+        counts, worth = [0] * len(seqs), self._allot([*asked.values()], rows, beside)
         for (i, pace), count in zip(asked.items(), worth, strict=True):
             known = len(seqs[i].tokens)
             if count:
@@ -167,12 +175,12 @@ class Paced(Drafter):
                 counts[i], pace.trials = 1, pace.trials + 1
             else:
                 pace.ask_at = known + (1 << DOUBLINGS)  # it is no other sooner
-        if self._others and any(max(pace.others) >= self._least_other(rows) for pace in asked.values()):
-            self._add_others(seqs, asked, worth, counts, rows, self.drafter.drafting(len(asked)))
+        if self._others and any(max(pace.others) >= self._least_other(rows, beside) for pace in asked.values()):
+            self._add_others(seqs, asked, worth, counts, rows, beside)
         return counts
 
     def _add_others(
-        self, seqs: Seq[Sequence], asked: Mapping[int, Pace], worth: Seq[int], counts: list[int], rows: int, drafting: Drafting
+        self, seqs: Seq[Sequence], asked: Mapping[int, Pace], worth: Seq[int], counts: list[int], rows: int, beside: float
     ) -> None:
         """Adds the guesses of other choices that are worth it to those of each sequence."""
         paces = [*asked.values()]
@@ -182,11 +190,12 @@ class Paced(Drafter):
             for chance in pace.others
         ]
         chances = [(pace.first, pace.further) for pace in paces]
-        found = allot_others(others, chances, worth, rows, self._step, drafting, self._branch_s)
+        drafting = self.drafter.drafting(len(asked))
+        found = allot_others(others, chances, worth, rows, self._step, drafting, self._branch_s, beside)
         for k, i in enumerate(asked):
             own = [count for other, count in zip(others, found, strict=True) if other.of == k]
             if any(own):
-                self._beside[seqs[i]] = counts[i], own
+                self._chosen_others[seqs[i]] = counts[i], own
                 counts[i] = min(self.bound, counts[i] + sum(own))
 
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
@@ -202,14 +211,14 @@ class Paced(Drafter):
 
     def _with_others(self, ask: Ask) -> Ask:
         """To know them takes time: where none is worth its row, it is asked from time to time how often they would have been right."""
-        if (found := self._beside.get(ask.seq)) is not None:
+        if (found := self._chosen_others.get(ask.seq)) is not None:
             return Ask(ask.seq, min(ask.most, found[0]), True)
         return replace(ask, others=True) if len(ask.seq.tokens) % OTHERS_ASKED == 0 else ask
 
     def _pruned(self, seq: Sequence, tree: Tree) -> Tree:
         """With those of the other choices that are worth it. How often they are right, is counted of all."""
         self._paces[seq].offered = tuple(other[0] for other in tree.others[: self._others])
-        _, counts = self._beside.get(seq, (0, []))
+        _, counts = self._chosen_others.get(seq, (0, []))
         return Tree.of(tree, [other[:count] for other, count in zip(tree.others, counts, strict=False) if count])
 
     def study(self, seq: Sequence, drafts: Seq[int], sampled: Seq[Sampled]) -> None:
@@ -236,18 +245,26 @@ class Paced(Drafter):
 
     def forget(self, seq: Sequence) -> None:
         self._paces.pop(seq, None)
-        self._beside.pop(seq, None)
+        self._chosen_others.pop(seq, None)
         self.drafter.forget(seq)
 
-    def _allot(self, paces: Seq[Pace], rows: int) -> Seq[int]:
+    def _beside(self, seqs: Seq[Sequence], rows: int) -> float:
+        """What a step with `seqs` and so many rows takes beside them, in a few levels, so that what follows from it is remembered."""
+        if self._upkeep == NO_UPKEEP:
+            return 0.0
+        plain = self._step.at(rows)
+        seconds = self._upkeep.sequence * len(seqs) + self._upkeep.token * sum([len(seq.tokens) for seq in seqs])
+        return min(int(LEVELS * seconds / plain), MOST_LEVELS) / LEVELS * plain
+
+    def _allot(self, paces: Seq[Pace], rows: int, beside: float) -> Seq[int]:
         chances = [(pace.first / self._margin, pace.further) for pace in paces]
         if len(chances) > 1:
-            return allot(chances, [self.bound] * len(paces), rows, self._step, self.drafter.drafting(len(paces)))
+            return allot(chances, [self.bound] * len(paces), rows, self._step, self.drafter.drafting(len(paces)), beside)
         first, further = chances[0]
-        about = rows, int(first * CELLS), int(further * CELLS)
+        about = rows, beside, int(first * CELLS), int(further * CELLS)
         if (found := self._alone.get(about)) is None:
-            near = [((about[1] + 0.5) / CELLS, (about[2] + 0.5) / CELLS)]
-            found = self._alone[about] = allot(near, [self.bound], rows, self._step, self.drafter.drafting(1))
+            near = [((about[2] + 0.5) / CELLS, (about[3] + 0.5) / CELLS)]
+            found = self._alone[about] = allot(near, [self.bound], rows, self._step, self.drafter.drafting(1), beside)
         return found
 
     def _pace(self, seq: Sequence) -> Pace:
@@ -262,15 +279,17 @@ class Paced(Drafter):
         pace.ask_at = known + (1 << min(pace.unanswered, DOUBLINGS))
         pace.unanswered += 1
 
-    def _least_other(self, rows: int) -> float:
+    def _least_other(self, rows: int, beside: float) -> float:
         """Of another choice, like `_least_chance`."""
-        if (least := self._least_others.get(rows)) is None:
-            least = self._least_others[rows] = least_chance(rows, self.bound, self._step, Drafting(0.0, self._branch_s))
+        if (least := self._least_others.get((rows, beside))) is None:
+            least = least_chance(rows, self.bound, self._step, Drafting(0.0, self._branch_s), beside)
+            self._least_others[rows, beside] = least
         return least
 
-    def _least_chance(self, rows: int) -> float:
-        if (least := self._least.get(rows)) is None:
-            least = self._least[rows] = self._margin * least_chance(rows, rows * self.bound, self._step, self.drafter.drafting(rows))
+    def _least_chance(self, rows: int, beside: float) -> float:
+        if (least := self._least.get((rows, beside))) is None:
+            least = self._margin * least_chance(rows, rows * self.bound, self._step, self.drafter.drafting(rows), beside)
+            self._least[rows, beside] = least
         return least
 
 

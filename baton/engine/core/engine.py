@@ -375,7 +375,8 @@ class Engine:
             self.counts.note_guesses(method, len(chunk.drafts), kept if branch is None else 0)
             for other in chunk.branches:
                 self.counts.note_guesses(method, len(other.drafts), kept if other is branch else 0)
-            outputs[-1] = replace(outputs[-1], rejected=chunk.guesses - kept)
+            if rejected := chunk.guesses - kept:
+                outputs[-1] = replace(outputs[-1], rejected=rejected)
         return outputs
 
     def _land_scored(self, chunk: Chunk, tokens: Tokens) -> list[Output]:

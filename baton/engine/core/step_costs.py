@@ -5,6 +5,9 @@ while p, divided by what the row and its guess take, is no less than all tokens 
 more tokens a second with it than without (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, section 3,
 for a step that is bound by reading the weights). Where a step is bound by computing, a row takes its full share, and no guess is worth it.
 
+A step takes more than its rows: what is read of each sequence, and the engine's own work for it, are the same however many guesses it
+gets. The more of that there is, the more a guess is worth.
+
 Rows do not all take the same: a kernel computes several at once, so the second may take half of a step, and the next six nothing. Guesses
 are therefore added as long as some number of further rows may be worth it, by what each of these takes on average, and those after the
 best number are given back.
@@ -12,9 +15,12 @@ best number are given back.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+REMEMBERED = 1 << 14  # values of a line
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +28,35 @@ class Line:
     """A function of a count, known at some. In between it is interpolated, and beyond the last two it goes on as between these."""
 
     points: tuple[tuple[int, float], ...]  # (count, seconds), by count, two or more
+    _found: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _found_further: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, count: int) -> float:
-        i = min(max(1, bisect_left(self.points, (count, 0.0))), len(self.points) - 1)
-        (x0, y0), (x1, y1) = self.points[i - 1 : i + 1]
-        return y0 + (y1 - y0) * (count - x0) / (x1 - x0)
+        if (found := self._found.get(count)) is None:
+            i = min(max(1, bisect_left(self.points, (count, 0.0))), len(self.points) - 1)
+            (x0, y0), (x1, y1) = self.points[i - 1 : i + 1]
+            found = _remember(self._found, count, y0 + (y1 - y0) * (count - x0) / (x1 - x0))
+        return found
 
     def further(self, count: int, most: int) -> float:
         """Seconds of one more than `count`, as the average over that number of further ones, of at most `most >= 1`, with which it is
         least."""
-        here, end = self.at(count), count + most
-        least = (self.at(end) - here) / most
-        for known, seconds in self.points[bisect_right(self.points, (count, float("inf"))) :]:
-            if known >= end:
-                break
-            least = min(least, (seconds - here) / (known - count))
-        return max(0.0, least)
+        if (found := self._found_further.get((count, most))) is None:
+            here, end = self.at(count), count + most
+            least = (self.at(end) - here) / most
+            for known, seconds in self.points[bisect_right(self.points, (count, float("inf"))) :]:
+                if known >= end:
+                    break
+                least = min(least, (seconds - here) / (known - count))
+            found = _remember(self._found_further, (count, most), max(0.0, least))
+        return found
+
+
+def _remember(known: dict[Key, float], key: Key, value: float) -> float:
+    if len(known) >= REMEMBERED:
+        known.clear()
+    known[key] = value
+    return value
 
 
 NOTHING = Line(((1, 0.0), (2, 0.0)))
@@ -68,13 +87,23 @@ class DraftCosts:
         return found
 
 
+class Upkeep(NamedTuple):
+    """What a step takes for its sequences, in seconds, however many guesses they get."""
+
+    sequence: float = 0.0
+    token: float = 0.0  # for each of its known tokens, which are read once for all of its rows
+
+
+NO_UPKEEP = Upkeep()
+
+
 Chances = tuple[float, float]  # that the first guess is right, and that a further one is if all before it are
 
 
-def least_chance(rows: int, most: int, step: Line, drafting: Drafting) -> float:
+def least_chance(rows: int, most: int, step: Line, drafting: Drafting, beside: float = 0.0) -> float:
     """Of a first guess that may be worth it in a step with so many rows and at most `most` guesses. Above 1, none is, as where a step is
-    bound by computing."""
-    return (step.further(rows, most) + drafting.guess) * rows / step.at(rows)
+    bound by computing. `beside`: seconds that the step takes beside its rows, however many guesses it has."""
+    return (step.further(rows, most) + drafting.guess) * rows / (step.at(rows) + beside)
 
 
 class Worth(NamedTuple):
@@ -113,10 +142,11 @@ def _worth(
     return Worth(taken[:kept], *best)
 
 
-def allot(chances: Seq[Chances], most: Seq[int], rows: int, step: Line, drafting: Drafting) -> list[int]:
-    """How many guesses each sequence gets, the likeliest first. `most` of each; `rows` that the step has without guesses."""
+def allot(chances: Seq[Chances], most: Seq[int], rows: int, step: Line, drafting: Drafting, beside: float = 0.0) -> list[int]:
+    """How many guesses each sequence gets, the likeliest first. `most` of each; `rows` that the step has without guesses; `beside` as in
+    `least_chance`."""
     plain = step.at(rows)
-    worth = _worth(chances, most, rows, step, (float(rows), plain + drafting.begin * len(chances)), drafting.guess)
+    worth = _worth(chances, most, rows, step, (float(rows), plain + beside + drafting.begin * len(chances)), drafting.guess)
     counts, gains = [0] * len(chances), [0.0] * len(chances)
     for i, chance in worth.guesses:
         counts[i], gains[i] = counts[i] + 1, gains[i] + chance
@@ -137,13 +167,20 @@ class Other(NamedTuple):
 
 
 def allot_others(
-    others: Seq[Other], chances: Seq[Chances], counts: Seq[int], rows: int, step: Line, drafting: Drafting, begin: float
+    others: Seq[Other],
+    chances: Seq[Chances],
+    counts: Seq[int],
+    rows: int,
+    step: Line,
+    drafting: Drafting,
+    begin: float,
+    beside: float = 0.0,
 ) -> list[int]:
     """How many guesses each of `others` gets beside the `counts` that `allot` has found, the likeliest first. `begin`: seconds for the
-    first of each."""
+    first of each; `beside` as in `least_chance`."""
     expected = rows + sum(first * sum(further**i for i in range(count)) for (first, further), count in zip(chances, counts, strict=True))
     rows += sum(counts)
-    seconds = step.at(rows) + sum(drafting.begin + count * drafting.guess for count in counts if count)
+    seconds = step.at(rows) + beside + sum(drafting.begin + count * drafting.guess for count in counts if count)
     most = [other.most if counts[other.of] else 0 for other in others]
     found = [0] * len(others)
     for k, _ in _worth([other.chances for other in others], most, rows, step, (expected, seconds), 0.0, begin).guesses:

@@ -11,7 +11,7 @@ from baton.engine.cpu.recording import Arena, Recording, Unrecordable
 from baton.engine.model.attention import Decodes, Meta, PagedAttention, PagedKv, Span, plan_decodes, seen
 from baton.engine.model.transformer import Transformer
 
-MOST = 64  # tokens: in larger batches, Python is a small part of a step
+MOST = 256  # tokens: in larger batches, Python is a small part of a step
 
 
 class DecodeSteps:
@@ -62,4 +62,7 @@ class DecodeSteps:
             pointwise.greatest(logits, best)
             return logits, hidden
 
-        return Recording(compute, self._arena)
+        recording = Recording(compute, self._arena)
+        logits, hidden = recording.result
+        recording.result = self._arena.lent(logits), self._arena.lent(hidden)  # the next step overwrites them
+        return recording

@@ -33,14 +33,30 @@ class Arena:
 
     def __init__(self) -> None:
         self._idle: list[Bytes] = []
+        self._all: list[Bytes] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
         fitting = [i for i, each in enumerate(self._idle) if len(each) >= size]
-        memory = self._idle.pop(min(fitting, key=lambda i: len(self._idle[i]))) if fitting else _aligned(size)
+        memory = self._idle.pop(min(fitting, key=lambda i: len(self._idle[i]))) if fitting else self._more(size)
         part = memory[:size]
         weakref.finalize(part, self._idle.append, memory)  # the tensor and its views refer to `part`
         return torch.from_numpy(part).view(dtype).view(shape)
+
+    def lent(self, tensor: Tensor) -> Tensor:
+        """The same numbers, without keeping their memory: the next recording may use it, too. A tensor that is not from here stays."""
+        first, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        for memory in self._all:
+            at = first - memory.ctypes.data
+            if 0 <= at <= len(memory) - size and tensor.is_contiguous():
+                return torch.from_numpy(memory[at : at + size]).view(tensor.dtype).view(tensor.shape)
+        return tensor
+
+    def _more(self, size: int) -> Bytes:
+        """A power of two: steps of many sizes need no memory of their own then."""
+        memory = _aligned(1 << max(0, size - 1).bit_length())
+        self._all.append(memory)
+        return memory
 
 
 def _aligned(size: int) -> Bytes:

@@ -19,8 +19,9 @@ from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Branch, Chunk, NonFiniteLogits, OutOfDeviceMemory, Tokens, accepted, path
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Finish, Sequence, State
+from baton.engine.core.step_costs import Line
 from baton.engine.core.toy import ToyRunner, naive
-from baton.engine.measure_steps import step_line
+from baton.engine.measure_steps import step_line, upkeep
 
 BLOCK = 4
 CONFIG = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}
@@ -358,3 +359,36 @@ def test_what_is_measured_is_no_longer_than_a_sequence_may_be() -> None:
         longest = 0
         step_line(runner, 4, 8, most)
         assert longest <= most
+
+
+@pytest.mark.parametrize(
+    ("blocks", "longest", "most", "together", "token"),
+    [(600, 400, 20, 8, 0.5), (600, 400, 3, 3, 0.5), (64, 400, 20, 1, 0.5), (64, 100, 20, 4, 0.0), (600, 60, 20, 8, 0.0)],
+)
+def test_what_a_step_takes_beside_its_rows_is_measured_for_sequences_and_their_tokens(
+    blocks: int, longest: int, most: int, together: int, token: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, step, seen = 0.0, Engine.step, 0
+
+    def slow(engine: Engine, at: float = 0.0) -> list[Output]:
+        nonlocal now, seen
+        now, seen = now + sum(5.0 + 0.5 * seq.prompt_len for seq in engine.sequences.values()), max(seen, len(engine.sequences))
+        return step(engine, at)
+
+    class Running(ToyRunner):
+        def run(self, batch: Any) -> Any:
+            nonlocal now
+            now += 100.0
+            assert all(chunk.seq.computed + chunk.positions <= longest for chunk in batch)
+            return super().run(batch)
+
+    monkeypatch.setattr(Engine, "step", slow)
+    monkeypatch.setattr("baton.engine.measure_steps.time.thread_time", lambda: now)
+    runner, line = Running(CONFIG, "toy", BLOCK), Line(((1, 100.0), (2, 100.0)))
+    runner.attach(KvPool(runner.layout, blocks))
+    assert upkeep(runner, line, most, longest) == pytest.approx((5.0 if token else 5.0 + 0.5 * 48, token)) and seen == together
+    assert upkeep(runner, Line(((1, 1e9), (2, 1e9))), most, longest) == (0.0, 0.0)
+    monkeypatch.setattr(runner, "on_device", True)
+    assert upkeep(runner, line, most, longest) == (0.0, 0.0)
+    monkeypatch.setattr(runner, "on_device", False)
+    assert upkeep(runner, line, most, 20) == (0.0, 0.0), "no sequence is so long"

@@ -250,6 +250,17 @@ def test_memory_is_given_again_when_nothing_refers_to_it() -> None:
     assert len(arena._idle) == 2
 
 
+def test_results_that_are_lent_share_their_memory() -> None:
+    arena, kept, x = Arena(), list[Recording[Tensor]](), torch.arange(512.0).view(8, 64)
+    for rows in range(1, 9):
+        recording = Recording(lambda: doubled(x[:rows], 2), arena)  # noqa: B023
+        recording.result = arena.lent(recording.result)
+        kept.append(recording)
+    assert sum(len(each) for each in arena._all) <= 4 * x.nbytes, "no more than for the largest: one that is read and one that is written"
+    assert all(torch.equal(each(), 4 * x[: i + 1]) for i, each in enumerate(kept))
+    assert arena.lent(x) is x, "it is not from here"
+
+
 def test_memory_is_aligned_and_fits() -> None:
     arena = Arena()
     for shape, dtype in (((3, 5), torch.bfloat16), ((7,), torch.uint8), ((0, 4), torch.float32), ((2, 1, 3), torch.complex64)):
