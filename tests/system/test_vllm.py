@@ -66,6 +66,11 @@ def indexed(live: Cluster) -> float:
     return scraped(live.status()["endpoints"]["metrics"])["baton_router_prefix_index_entries"]
 
 
+async def knows(live: Cluster, blocks: float) -> None:
+    """Returns when the router knows of so many."""
+    await asyncio.to_thread(live.wait, lambda: indexed(live) >= blocks)
+
+
 def prompt(number: int) -> list[int]:
     return [number + 10, *((i * 37) % 900 + 5 for i in range(150))]
 
@@ -98,7 +103,7 @@ async def test_kv_is_handed_over_and_what_spoils_a_handoff_is_found(live: Cluste
         result = await answer(live, number)
         assert (result.handoff["failure"], bool(result.handoff["blocks"])) == (failure, not failure)
         assert bool(result.handoff["recomputed_tokens"]) == bool(failure)
-        await asyncio.to_thread(live.wait, lambda before=before: indexed(live) >= before + 2 * BLOCKS)
+        await knows(live, before + 2 * BLOCKS)
         again = await answer(live, number)  # the decode worker has the prompt in its cache now, and nothing is handed over
         assert again.handoff["blocks"] == 0 and again.token_ids == result.token_ids
         await live.quiet()

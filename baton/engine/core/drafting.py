@@ -122,9 +122,8 @@ class Paced(Drafter):
         self.drafter = drafter
         self._others, self._branch_s = (others if drafter.other_tokens else 0), branch_s
         self._usual_others = [FIRST_OTHER / 2**rank for rank in range(self._others)]
-        self._chosen_others: dict[
-            Sequence, tuple[int, list[int]]
-        ] = {}  # in this step: guesses, and those of other choices, if any is worth it
+        # In this step: guesses, and those of other choices, if any is worth it.
+        self._chosen_others: dict[Sequence, tuple[int, list[int]]] = {}
         self.name = drafter.name
         self._step, self._upkeep = step, upkeep
         self._margin = 1.0 if step is ASSUMED else MARGIN
