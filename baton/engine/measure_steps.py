@@ -14,7 +14,7 @@ from baton.engine.core.step_costs import NO_UPKEEP, DraftCosts, Line, Upkeep
 
 SIZES = (1, 8, 2, 4, 3, 6, 16, 32, 64)  # the first two are always measured
 BUDGET_S = 0.5  # for one line
-TIMES = 20  # at most; the least counts, for other work can only add to it
+TURNS, TIMES = 2, 12  # at most; the least counts, for other work can only add to it
 KNOWN = 48  # tokens of a sequence that is measured
 GUESSES = 4  # of a draft that is measured
 TOGETHER, STEPS = 8, 12  # sequences of an engine that is measured, and how many of its steps
@@ -113,18 +113,20 @@ def clock_of(on_device: bool) -> Callable[[], float]:
 
 def measured(run: Callable[[int], None], most: int, clock: Callable[[], float] = time.thread_time) -> Line:
     """`run(count)` for some counts up to `most`, in seconds. What computes here is measured by the thread's own time, of which other
-    processes take nothing."""
-    begun, points = clock(), dict[int, float]()
-    for size in (size for size in SIZES if size <= most or size <= 2):
-        if len(points) >= 2 and clock() - begun > BUDGET_S:
-            break
-        run(size)  # the first of a size is slower
-        share = (clock() - begun + BUDGET_S) / len(SIZES)
+    processes take nothing. A count is run several times in succession, for a processor keeps in its cache what is read again and again,
+    and all counts in two turns, for its pace varies from moment to moment."""
+    sizes, points, begun = [size for size in SIZES if size <= most or size <= 2], dict[int, float](), clock()
+    for turn, size in product(range(1, TURNS + 1), sizes):
+        if len(points) >= 2 and clock() - begun > BUDGET_S * turn / TURNS:
+            continue
+        if size not in points:
+            run(size)  # the first of a size is slower
+        first = clock()
         for _ in range(TIMES):
             start = clock()
             run(size)
             points[size] = min(points.get(size, float("inf")), clock() - start)
-            if clock() - begun > share:
+            if clock() - first > BUDGET_S / TURNS / len(SIZES):
                 break
     counts = sorted(points)
     return Line(tuple(zip(counts, accumulate((points[count] for count in counts), max), strict=True)))  # more never takes less
