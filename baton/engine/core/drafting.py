@@ -15,7 +15,19 @@ from typing import Self
 from baton.engine.core.sampling import Sampled
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import NOTHING_OFFERED, PREDICTION, UNASKED, Offer
-from baton.engine.core.step_costs import ASSUMED, NO_UPKEEP, Drafting, Line, Other, Upkeep, allot, allot_others, least_chance
+from baton.engine.core.step_costs import (
+    ASSUMED,
+    NO_UPKEEP,
+    NOTHING_BESIDE,
+    Beside,
+    Drafting,
+    Line,
+    Other,
+    Upkeep,
+    allot,
+    allot_others,
+    least_chance,
+)
 
 FIRST_ACCEPTANCE = 0.6  # of a method of which nothing is known
 NEWEST, NEWEST_OF_ALL = 1 / 8, 1 / 16  # weight of the newest verified token in the estimate of a sequence, and of the method
@@ -25,7 +37,7 @@ NEWEST_OTHER, NEWEST_OTHER_OF_ALL = 1 / 32, 1 / 64  # the same of other choices,
 TRIED_IN = 128  # tokens for each token's time that a trial takes: trials of bad guesses cost less than a hundredth
 DOUBLINGS = 3  # of what lies between two trials, or two questions that had no answer
 MARGIN = 1.25  # what a guess must bring for what it takes: the engine's own work for the guess is not in what was measured
-LEVELS, MOST_LEVELS = 8, 64  # of what a step takes beside its rows, as shares of what it takes for them
+LEVELS, MOST_LEVELS = 8, 64  # of what a step takes beside its rows, and a guess beside its own, as shares of what rows take
 CELLS = 32  # steps of the chances by which it is remembered how many guesses a single sequence gets
 
 
@@ -111,6 +123,10 @@ class Pace:
     offered: tuple[int, ...] = ()  # what these choices were in this step
 
 
+def _leveled(seconds: float, whole: float) -> float:
+    return min(int(LEVELS * seconds / whole), MOST_LEVELS) / LEVELS * whole
+
+
 class Paced(Drafter):
     """Asks another drafter for as many tokens as are worth it, `bound` at most."""
 
@@ -130,10 +146,10 @@ class Paced(Drafter):
         self._usual = [FIRST_ACCEPTANCE, FIRST_ACCEPTANCE]  # of the method, as in `Pace`: what is expected of a new sequence
         self.bound = min(bound, drafter.bound)
         self._paces: dict[Sequence, Pace] = {}
-        self._least: dict[tuple[int, float], float] = {}  # rows, `_beside` → `least_chance`
-        self._least_others: dict[tuple[int, float], float] = {}  # and the same of other choices
+        self._least: dict[tuple[int, Beside], float] = {}  # rows, `_beside` → `least_chance`
+        self._least_others: dict[tuple[int, Beside], float] = {}  # and the same of other choices
         # rows, `_beside`, and chances in parts of CELLS → what a single one that is asked gets
-        self._alone: dict[tuple[int, float, int, int], Seq[int]] = {}
+        self._alone: dict[tuple[int, Beside, int, int], Seq[int]] = {}
         self._rest = 1  # tokens between two trials, in the step for which `most` was asked last
 
     @property
@@ -179,7 +195,7 @@ class Paced(Drafter):
         return counts
 
     def _add_others(
-        self, seqs: Seq[Sequence], asked: Mapping[int, Pace], worth: Seq[int], counts: list[int], rows: int, beside: float
+        self, seqs: Seq[Sequence], asked: Mapping[int, Pace], worth: Seq[int], counts: list[int], rows: int, beside: Beside
     ) -> None:
         """Adds the guesses of other choices that are worth it to those of each sequence."""
         paces = [*asked.values()]
@@ -247,15 +263,16 @@ class Paced(Drafter):
         self._chosen_others.pop(seq, None)
         self.drafter.forget(seq)
 
-    def _beside(self, seqs: Seq[Sequence], rows: int) -> float:
-        """What a step with `seqs` and so many rows takes beside them, in a few levels, so that what follows from it is remembered."""
+    def _beside(self, seqs: Seq[Sequence], rows: int) -> Beside:
+        """Of a step with `seqs` and so many rows, in a few levels, so that what follows from it is remembered."""
         if self._upkeep == NO_UPKEEP:
-            return 0.0
-        plain = self._step.at(rows)
-        seconds = self._upkeep.sequence * len(seqs) + self._upkeep.token * sum([len(seq.tokens) for seq in seqs])
-        return min(int(LEVELS * seconds / plain), MOST_LEVELS) / LEVELS * plain
+            return NOTHING_BESIDE
+        plain, tokens = self._step.at(rows), sum([len(seq.tokens) for seq in seqs])
+        step = self._upkeep.sequence * len(seqs) + self._upkeep.token * tokens
+        guess = self._upkeep.guess + self._upkeep.guess_token * tokens / len(seqs)
+        return Beside(_leveled(step, plain), _leveled(guess, plain / rows))
 
-    def _allot(self, paces: Seq[Pace], rows: int, beside: float) -> Seq[int]:
+    def _allot(self, paces: Seq[Pace], rows: int, beside: Beside) -> Seq[int]:
         chances = [(pace.first / self._margin, pace.further) for pace in paces]
         if len(chances) > 1:
             return allot(chances, [self.bound] * len(paces), rows, self._step, self.drafter.drafting(len(paces)), beside)
@@ -278,14 +295,14 @@ class Paced(Drafter):
         pace.ask_at = known + (1 << min(pace.unanswered, DOUBLINGS))
         pace.unanswered += 1
 
-    def _least_other(self, rows: int, beside: float) -> float:
+    def _least_other(self, rows: int, beside: Beside) -> float:
         """Of another choice, like `_least_chance`."""
         if (least := self._least_others.get((rows, beside))) is None:
             least = least_chance(rows, self.bound, self._step, Drafting(0.0, self._branch_s), beside)
             self._least_others[rows, beside] = least
         return least
 
-    def _least_chance(self, rows: int, beside: float) -> float:
+    def _least_chance(self, rows: int, beside: Beside) -> float:
         if (least := self._least.get((rows, beside))) is None:
             least = self._margin * least_chance(rows, rows * self.bound, self._step, self.drafter.drafting(rows), beside)
             self._least[rows, beside] = least

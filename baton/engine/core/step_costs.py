@@ -6,7 +6,8 @@ more tokens a second with it than without (Leviathan et al., "Fast Inference fro
 for a step that is bound by reading the weights). Where a step is bound by computing, a row takes its full share, and no guess is worth it.
 
 A step takes more than its rows: what is read of each sequence, and the engine's own work for it, are the same however many guesses it
-gets. The more of that there is, the more a guess is worth.
+gets. The more of that there is, the more a guess is worth. Attention and the engine take more for each guess, too, which makes it worth
+less the longer its sequence is.
 
 Rows do not all take the same: a kernel computes several at once, so the second may take half of a step, and the next six nothing. Guesses
 are therefore added as long as some number of further rows may be worth it, by what each of these takes on average, and those after the
@@ -87,11 +88,23 @@ class DraftCosts:
         return found
 
 
+class Beside(NamedTuple):
+    """What a step takes beside its rows, in seconds."""
+
+    step: float = 0.0  # however many guesses it has
+    guess: float = 0.0  # for each guess
+
+
+NOTHING_BESIDE = Beside()
+
+
 class Upkeep(NamedTuple):
-    """What a step takes for its sequences, in seconds, however many guesses they get."""
+    """Of what `Beside` consists, in seconds."""
 
     sequence: float = 0.0
-    token: float = 0.0  # for each of its known tokens, which are read once for all of its rows
+    token: float = 0.0  # for each known token of a sequence, which is read once for all of its rows
+    guess: float = 0.0
+    guess_token: float = 0.0  # for each known token of a guess's sequence: attention computes with it
 
 
 NO_UPKEEP = Upkeep()
@@ -100,10 +113,10 @@ NO_UPKEEP = Upkeep()
 Chances = tuple[float, float]  # that the first guess is right, and that a further one is if all before it are
 
 
-def least_chance(rows: int, most: int, step: Line, drafting: Drafting, beside: float = 0.0) -> float:
+def least_chance(rows: int, most: int, step: Line, drafting: Drafting, beside: Beside = NOTHING_BESIDE) -> float:
     """Of a first guess that may be worth it in a step with so many rows and at most `most` guesses. Above 1, none is, as where a step is
-    bound by computing. `beside`: seconds that the step takes beside its rows, however many guesses it has."""
-    return (step.further(rows, most) + drafting.guess) * rows / (step.at(rows) + beside)
+    bound by computing."""
+    return (step.further(rows, most) + drafting.guess + beside.guess) * rows / (step.at(rows) + beside.step)
 
 
 class Worth(NamedTuple):
@@ -142,18 +155,17 @@ def _worth(
     return Worth(taken[:kept], *best)
 
 
-def allot(chances: Seq[Chances], most: Seq[int], rows: int, step: Line, drafting: Drafting, beside: float = 0.0) -> list[int]:
-    """How many guesses each sequence gets, the likeliest first. `most` of each; `rows` that the step has without guesses; `beside` as in
-    `least_chance`."""
-    plain = step.at(rows)
-    worth = _worth(chances, most, rows, step, (float(rows), plain + beside + drafting.begin * len(chances)), drafting.guess)
+def allot(chances: Seq[Chances], most: Seq[int], rows: int, step: Line, drafting: Drafting, beside: Beside = NOTHING_BESIDE) -> list[int]:
+    """How many guesses each sequence gets, the likeliest first. `most` of each; `rows` that the step has without guesses."""
+    plain, guess = step.at(rows), drafting.guess + beside.guess
+    worth = _worth(chances, most, rows, step, (float(rows), plain + beside.step + drafting.begin * len(chances)), guess)
     counts, gains = [0] * len(chances), [0.0] * len(chances)
     for i, chance in worth.guesses:
         counts[i], gains[i] = counts[i] + 1, gains[i] + chance
     if drafting.begin > 0:
         guesses = len(worth.guesses)
         row = (step.at(rows + guesses) - plain) / guesses if guesses else 0.0
-        costs = [drafting.begin + count * (row + drafting.guess) for count in counts]
+        costs = [drafting.begin + count * (row + guess) for count in counts]
         _drop_losers(counts, gains, costs, worth.tokens, worth.seconds - drafting.begin * counts.count(0))
     return counts
 
@@ -174,16 +186,16 @@ def allot_others(
     step: Line,
     drafting: Drafting,
     begin: float,
-    beside: float = 0.0,
+    beside: Beside = NOTHING_BESIDE,
 ) -> list[int]:
     """How many guesses each of `others` gets beside the `counts` that `allot` has found, the likeliest first. `begin`: seconds for the
-    first of each; `beside` as in `least_chance`."""
+    first of each."""
     expected = rows + sum(first * sum(further**i for i in range(count)) for (first, further), count in zip(chances, counts, strict=True))
     rows += sum(counts)
-    seconds = step.at(rows) + beside + sum(drafting.begin + count * drafting.guess for count in counts if count)
+    seconds = step.at(rows) + beside.step + sum(drafting.begin + count * (drafting.guess + beside.guess) for count in counts if count)
     most = [other.most if counts[other.of] else 0 for other in others]
     found = [0] * len(others)
-    for k, _ in _worth([other.chances for other in others], most, rows, step, (expected, seconds), 0.0, begin).guesses:
+    for k, _ in _worth([other.chances for other in others], most, rows, step, (expected, seconds), beside.guess, begin).guesses:
         found[k] += 1
     return found
 

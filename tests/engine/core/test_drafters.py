@@ -35,7 +35,7 @@ from baton.engine.core.protocol import Branch, Chunk, Tokens, accepted
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import Offer, Speculation
-from baton.engine.core.step_costs import Drafting, Line, Other, allot, allot_others, least_chance
+from baton.engine.core.step_costs import Beside, Drafting, Line, Other, allot, allot_others, least_chance
 from baton.engine.core.toy import ToyRunner
 from baton.engine.draft_model import DraftModel
 from baton.engine.gpu.overlap import UNKNOWN
@@ -389,8 +389,11 @@ def test_what_steps_take_decides_how_many_guesses_there_are() -> None:
     for rows in (8, 20, 200):
         assert allot([(0.95, 0.95)] * 8, [8] * 8, rows, STEPS, Drafting()) == [0] * 8, "bound by computing"
         assert least_chance(rows, 8 * 8, STEPS, Drafting()) >= 1.0
-    assert sum(allot([(0.95, 0.95)] * 8, [8] * 8, 8, STEPS, Drafting(), 200.0)) == 40, "a step takes much that guesses do not change"
-    assert least_chance(8, 64, STEPS, Drafting(), 230.0) == pytest.approx(least_chance(8, 64, STEPS, Drafting()) / 2)
+    assert sum(allot([(0.95, 0.95)] * 8, [8] * 8, 8, STEPS, Drafting(), Beside(200.0))) == 40, (
+        "a step takes much that guesses do not change"
+    )
+    assert sum(allot([(0.95, 0.95)] * 8, [8] * 8, 8, STEPS, Drafting(), Beside(200.0, 50.0))) == 0, "but each guess takes as much more"
+    assert least_chance(8, 64, STEPS, Drafting(), Beside(230.0)) == pytest.approx(least_chance(8, 64, STEPS, Drafting()) / 2)
     assert allot([(0.9, 0.9)] * 2, [3, 1], 2, Line(((1, 100.0), (2, 100.0))), Drafting()) == [3, 1]
     flat = Line(((1, 100.0), (32, 131.0)))
     dear = [allot([(0.9, 0.9)], [8], 1, flat, Drafting(0.0, guess))[0] for guess in (0.0, 30.0, 95.0)]
@@ -422,9 +425,13 @@ def test_no_other_number_of_the_likeliest_guesses_yields_more_tokens_a_second(
     counts = sorted({1} | data.draw(st.sets(st.integers(2, 24), min_size=1)))
     more = data.draw(st.lists(st.floats(0, 20), min_size=len(counts), max_size=len(counts)))
     line = Line(tuple((count, 10.0 + sum(more[: k + 1])) for k, count in enumerate(counts)))
-    drafting, rows, beside = Drafting(0.0, data.draw(st.floats(0, 3))), len(asked), data.draw(st.floats(0, 30))
+    drafting, rows = Drafting(0.0, data.draw(st.floats(0, 3))), len(asked)
+    beside = Beside(data.draw(st.floats(0, 30)), data.draw(st.floats(0, 3)))
     likeliest = sorted((first * further**k for first, further, most in asked for k in range(most)), reverse=True)
-    rates = [(rows + sum(likeliest[:n])) / (line.at(rows + n) + beside + n * drafting.guess) for n in range(len(likeliest) + 1)]
+    rates = [
+        (rows + sum(likeliest[:n])) / (line.at(rows + n) + beside.step + n * (drafting.guess + beside.guess))
+        for n in range(len(likeliest) + 1)
+    ]
     found = sum(allot([(first, further) for first, further, _ in asked], [most for *_, most in asked], rows, line, drafting, beside))
     assert rates[found] == pytest.approx(max(rates))
 
@@ -435,7 +442,7 @@ def test_other_choices_are_verified_where_they_bring_more_tokens_a_second() -> N
     assert allot_others(second, chances, [1], 1, steep, dear, 5.0) == [0], "a row is a quarter of a step"
     assert allot_others(second, chances, [2], 1, flat, dear, 5.0) == [1]
     assert allot_others(second, chances, [2], 1, flat, dear, 50.0) == [0], "dear to begin"
-    assert allot_others(second, chances, [1], 1, steep, dear, 5.0, 300.0) == [1], "but a step takes much that it does not change"
+    assert allot_others(second, chances, [1], 1, steep, dear, 5.0, Beside(300.0)) == [1], "but a step takes much that it does not change"
     assert allot_others(second, chances, [0], 1, flat, dear, 0.0) == [0], "there is no other without a first"
     others = [Other(0, (0.2, 0.7), 3), Other(1, (0.5, 0.1), 4), Other(0, (0.01, 0.7), 3)]
     assert allot_others(others, [(0.7, 0.7), (0.5, 0.1)], [2, 2], 2, flat, Drafting(), 0.0) == [3, 2, 0]

@@ -2,6 +2,7 @@
 happens to the sequences, the output is the one without guesses. Here with the toy, on both engines; `test_continuation` compares bits of
 real logits."""
 
+import math
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -19,7 +20,7 @@ from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Branch, Chunk, NonFiniteLogits, OutOfDeviceMemory, Tokens, accepted, path
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Finish, Sequence, State
-from baton.engine.core.step_costs import Line
+from baton.engine.core.step_costs import NO_UPKEEP, Line
 from baton.engine.core.toy import ToyRunner, naive
 from baton.engine.measure_steps import step_line, upkeep
 
@@ -363,10 +364,10 @@ def test_what_is_measured_is_no_longer_than_a_sequence_may_be() -> None:
 
 @pytest.mark.parametrize(
     ("blocks", "longest", "most", "together", "token"),
-    [(600, 400, 20, 8, 0.5), (600, 400, 3, 3, 0.5), (64, 400, 20, 1, 0.5), (64, 100, 20, 4, 0.0), (600, 60, 20, 8, 0.0)],
+    [(600, 400, 20, 8, True), (600, 400, 3, 3, True), (64, 400, 20, 1, True), (64, 100, 20, 4, False), (600, 60, 20, 8, False)],
 )
 def test_what_a_step_takes_beside_its_rows_is_measured_for_sequences_and_their_tokens(
-    blocks: int, longest: int, most: int, together: int, token: float, monkeypatch: pytest.MonkeyPatch
+    blocks: int, longest: int, most: int, together: int, token: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, step, seen = 0.0, Engine.step, 0
 
@@ -378,17 +379,25 @@ def test_what_a_step_takes_beside_its_rows_is_measured_for_sequences_and_their_t
     class Running(ToyRunner):
         def run(self, batch: Any) -> Any:
             nonlocal now
-            now += 100.0
+            now += 100.0 + sum(chunk.guesses * (2.0 + 0.25 * chunk.seq.prompt_len) for chunk in batch)
             assert all(chunk.seq.computed + chunk.positions <= longest for chunk in batch)
             return super().run(batch)
 
     monkeypatch.setattr(Engine, "step", slow)
     monkeypatch.setattr("baton.engine.measure_steps.time.thread_time", lambda: now)
+    monkeypatch.setattr("baton.engine.measure_steps.BUDGET_S", math.inf)
     runner, line = Running(CONFIG, "toy", BLOCK), Line(((1, 100.0), (2, 100.0)))
     runner.attach(KvPool(runner.layout, blocks))
-    assert upkeep(runner, line, most, longest) == pytest.approx((5.0 if token else 5.0 + 0.5 * 48, token)) and seen == together
-    assert upkeep(runner, Line(((1, 1e9), (2, 1e9))), most, longest) == (0.0, 0.0)
+    each = (5.0, 0.5, 2.0, 0.25) if token else (5.0 + 0.5 * 48, 0.0, 2.0 + 0.25 * 48, 0.0)
+    assert upkeep(runner, line, most, longest) == pytest.approx(each) and seen == together
+    assert upkeep(runner, Line(((1, 1e9), (2, 2e9))), most, longest)[:3] == (0.0, 0.0, 0.0), "nothing takes less than nothing"
     monkeypatch.setattr(runner, "on_device", True)
-    assert upkeep(runner, line, most, longest) == (0.0, 0.0)
+    assert upkeep(runner, line, most, longest) == NO_UPKEEP
     monkeypatch.setattr(runner, "on_device", False)
-    assert upkeep(runner, line, most, 20) == (0.0, 0.0), "no sequence is so long"
+    assert upkeep(runner, line, most, 20) == NO_UPKEEP, "no sequence is so long"
+    monkeypatch.setattr("baton.engine.measure_steps.BUDGET_S", 201.0)
+    seen = 0
+    assert upkeep(runner, line, most, longest) and seen == together, "prompts take half of it"
+    monkeypatch.setattr("baton.engine.measure_steps.BUDGET_S", 199.0)
+    seen = 0
+    assert upkeep(runner, line, most, longest) and seen == 1, "prompts of several take longer"
