@@ -3,7 +3,8 @@
     python tests/engine/gpu/compile_kernels.py [--all] [--json FILE] [--cubins FOLDER] CAPABILITY...        such as 80 89 90 100 120
 
 Prints, for each variant, the shared memory (bytes), the registers of a thread, and the bytes that it spills. `--all`: more models, which
-take half a minute for each capability. `test_compiles.py` runs this in a separate process.
+take half a minute for each capability. `--thin`: every other capability for each variant, but all for the first one of each kernel.
+`test_compiles.py` runs this in a separate process.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import io
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,16 +77,27 @@ class NoDevice:
 class Survey:
     """What was compiled: (capability, kernel, shared bytes, registers, spilled bytes) of each variant."""
 
-    def __init__(self, cubins: Path | None) -> None:
+    def __init__(self, cubins: Path | None, thin: bool) -> None:
         self.rows: list[tuple[int, str, int, int, int]] = []
         self.driver = NoDevice()
         self.model = ""
         self._cubins = cubins
+        self._thin, self._nth, self._launched = thin, -1, Counter[str]()
+
+    def begin(self, capability: int) -> None:
+        self.driver.capability = capability
+        self._nth += 1
+        self._launched.clear()
 
     def launcher(self, kernel: JITFunction, grid: object) -> Callable[..., None]:
         """Takes the place of `kernel[grid]`."""
 
         def launch(*args: object, **options: object) -> None:
+            name: str = kernel.fn.__name__
+            before = self._launched[name]
+            self._launched[name] += 1
+            if self._thin and before and (before + self._nth) % 2:
+                return
             with contextlib.redirect_stdout(io.StringIO()) as log:
                 compiled = kernel.run(*args, grid=grid, warmup=True, **options)
             if not log.getvalue():
@@ -92,7 +105,6 @@ class Survey:
             registers, spilled = (
                 max(map(int, re.findall(pattern, log.getvalue()))) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
             )
-            name: str = kernel.fn.__name__
             self.rows.append((self.driver.capability, name, compiled.metadata.shared, registers, spilled))
             print(
                 f"sm_{self.driver.capability:<4}{name:22}{self.model:44}{compiled.metadata.shared:>8}{registers:>5}{spilled:>7}", flush=True
@@ -165,16 +177,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("capabilities", type=int, nargs="+")
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--thin", action="store_true")
     parser.add_argument("--json", type=Path, help="a list of (capability, kernel, shared, registers, spilled)")
     parser.add_argument("--cubins", type=Path)
     options = parser.parse_args()
-    survey = Survey(options.cubins)
+    survey = Survey(options.cubins, options.thin)
     triton.runtime.driver.set_active(survey.driver)
     JITFunction.__getitem__ = lambda kernel, grid: survey.launcher(kernel, grid)
     mock.patch.object(triton_attention, "capability", lambda _: divmod(survey.driver.capability, 10)).start()
     print(f"{'':70}  shared regs spilled")
     for capability in options.capabilities:
-        survey.driver.capability = capability
+        survey.begin(capability)
         attention(survey, FEW + (MORE if options.all else []))
         others(survey, options.all)
         stored(survey, options.all)
