@@ -142,6 +142,7 @@ async def test_a_pod_that_no_node_takes_is_refused_in_the_schedulers_words(kube:
     try:
         manager = KubernetesLauncher(named(big), place_timeout_s=5.0)
         await manager.start()
+        kube.wait(lambda: big.pods("decode"))  # the cluster makes it a moment after the release
         waiting = await manager.processes()
         assert [(state.role, state.state, state.node) for state in waiting] == [("decode", "backoff", "")]
         with pytest.raises(BatonError, match=r"no room for 1 processes: 0/2 nodes are available: .*Insufficient cpu") as refused:
