@@ -382,11 +382,13 @@ def speculation_peers() -> str:
             own = [row for row in rows if row.get("peer", "baton") == engine]
             plain = [row for row in own if row["method"] in ("none", engine)]
             best = max((row for row in own if row not in plain and _guessed(row)), key=lambda row: median(row["to_none"]), default=None)
-            shown = ["none guesses", ""] if best is None else [best["method"].removeprefix(f"{engine} "), f"{median(best['to_none']):.2f}x"]
+            shown = ["none guesses", "", ""]
+            if best is not None:
+                shown = [best["method"].removeprefix(f"{engine} "), number(median(best["tokens_s"])), f"{median(best['to_none']):.2f}x"]
             table.append([*map(str, key), engine, *(number(median(row["tokens_s"])) for row in plain), *shown])
     if not table:
         return "No peer was installed when this was measured."
-    return markdown(["model", "text", "batch", "engine", "tokens/s without guesses", "best method", "factor"], table)
+    return markdown(["model", "text", "batch", "engine", "tokens/s without guesses", "best method", "tokens/s with it", "factor"], table)
 
 
 def stores() -> str:
