@@ -67,8 +67,7 @@ def upkeep(runner: Runner, step: Line, most: int, longest: int) -> Upkeep:
     guessed = _least_step(runner, count, lengths[0], GUESSES)
     guess = max(0.0, guessed - plain[0] - (step.at(count + guesses) - rows)) / guesses
     sequence, token = _by_length([(seconds - rows) / count for seconds in plain])
-    clock = clock_of(runner.on_device)
-    alone, together = ([_least(_decodes(runner, known, each), count * each, clock) for known in lengths] for each in (1, wide))
+    alone, together = ([_least(_decodes(runner, known, each), count * each, time.thread_time) for known in lengths] for each in (1, wide))
     _, guess_token = _by_length([(many - one) / guesses for many, one in zip(together, alone, strict=True)])
     return Upkeep(sequence, token, max(0.0, guess - guess_token * KNOWN), guess_token)
 

@@ -27,6 +27,7 @@ from baton.engine.core.step_costs import (
     allot,
     allot_others,
     least_chance,
+    remember,
 )
 
 FIRST_ACCEPTANCE = 0.6  # of a method of which nothing is known
@@ -36,7 +37,7 @@ OTHERS_ASKED = 8  # known tokens between two such questions
 NEWEST_OTHER, NEWEST_OTHER_OF_ALL = 1 / 32, 1 / 64  # the same of other choices, which are rarely right
 TRIED_IN = 128  # tokens for each token's time that a trial takes: trials of bad guesses cost less than a hundredth
 DOUBLINGS = 3  # of what lies between two trials, or two questions that had no answer
-MARGIN = 1.25  # what a guess must bring for what it takes: the engine's own work for the guess is not in what was measured
+MARGIN = 1.25  # what a guess must bring for what it takes: what was measured at the start is near it, and no more
 LEVELS, MOST_LEVELS = 8, 64  # of what a step takes beside its rows, and a guess beside its own, as shares of what rows take
 CELLS = 32  # steps of the chances by which it is remembered how many guesses a single sequence gets
 
@@ -280,7 +281,8 @@ class Paced(Drafter):
         about = rows, beside, int(first * CELLS), int(further * CELLS)
         if (found := self._alone.get(about)) is None:
             near = [((about[2] + 0.5) / CELLS, (about[3] + 0.5) / CELLS)]
-            found = self._alone[about] = allot(near, [self.bound], rows, self._step, self.drafter.drafting(1), beside)
+            found = allot(near, [self.bound], rows, self._step, self.drafter.drafting(1), beside)
+            remember(self._alone, about, found)
         return found
 
     def _pace(self, seq: Sequence) -> Pace:
@@ -299,13 +301,13 @@ class Paced(Drafter):
         """Of another choice, like `_least_chance`."""
         if (least := self._least_others.get((rows, beside))) is None:
             least = least_chance(rows, self.bound, self._step, Drafting(0.0, self._branch_s), beside)
-            self._least_others[rows, beside] = least
+            remember(self._least_others, (rows, beside), least)
         return least
 
     def _least_chance(self, rows: int, beside: Beside) -> float:
         if (least := self._least.get((rows, beside))) is None:
             least = self._margin * least_chance(rows, rows * self.bound, self._step, self.drafter.drafting(rows), beside)
-            self._least[rows, beside] = least
+            remember(self._least, (rows, beside), least)
         return least
 
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, TypeVar
 
-REMEMBERED = 1 << 14  # values of a line
+REMEMBERED = 1 << 14  # values of a function
 Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Line:
         if (found := self._found.get(count)) is None:
             i = min(max(1, bisect_left(self.points, (count, 0.0))), len(self.points) - 1)
             (x0, y0), (x1, y1) = self.points[i - 1 : i + 1]
-            found = _remember(self._found, count, y0 + (y1 - y0) * (count - x0) / (x1 - x0))
+            found = remember(self._found, count, y0 + (y1 - y0) * (count - x0) / (x1 - x0))
         return found
 
     def further(self, count: int, most: int) -> float:
@@ -49,11 +50,12 @@ class Line:
                 if known >= end:
                     break
                 least = min(least, (seconds - here) / (known - count))
-            found = _remember(self._found_further, (count, most), max(0.0, least))
+            found = remember(self._found_further, (count, most), max(0.0, least))
         return found
 
 
-def _remember(known: dict[Key, float], key: Key, value: float) -> float:
+def remember(known: dict[Key, Value], key: Key, value: Value) -> Value:
+    """The value, which is noted; all others are forgotten if there are too many."""
     if len(known) >= REMEMBERED:
         known.clear()
     known[key] = value
