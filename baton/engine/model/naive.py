@@ -18,7 +18,7 @@ def generate(model: Transformer, tokens: list[int], params: SamplingParams, prom
     seq = Sequence("naive", list(tokens), len(tokens) if prompt_len is None else prompt_len, params, root=b"")
     config, answers = model.config, []
     while True:
-        answer = sample(next_logits(model, seq.tokens), [seq], config.eos_token_ids)[0]
+        answer = sample(next_logits(model, seq.tokens).cpu(), [seq], config.eos_token_ids)[0]
         answers.append(answer)
         seq.tokens.append(answer.token)
         if finish_reason(seq, config.eos_token_ids, config.max_positions):
@@ -28,12 +28,12 @@ def generate(model: Transformer, tokens: list[int], params: SamplingParams, prom
 @torch.inference_mode()
 def next_logits(model: Transformer, tokens: list[int]) -> Tensor:
     """Logits `[1, V]` after the last of `tokens`."""
-    positions, config = torch.arange(len(tokens)), model.config
+    positions, config = torch.arange(len(tokens), device=model.device), model.config
 
     def attention(layer: int, q: Tensor, kv: Tensor) -> Tensor:
         return attend_plainly(q, kv[:, 0], kv[:, -1][..., : config.kv_value_dim or config.head_dim], config.attention[layer])
 
-    return model.forward(torch.tensor(tokens), positions, attention, positions[-1:])
+    return model.forward(torch.tensor(tokens, device=model.device), positions, attention, positions[-1:])
 
 
 def attend_plainly(q: Tensor, k: Tensor, v: Tensor, how: LayerAttention) -> Tensor:
@@ -43,7 +43,8 @@ def attend_plainly(q: Tensor, k: Tensor, v: Tensor, how: LayerAttention) -> Tens
     scores = torch.einsum("qhd,khd->hqk", q, k) * (dim**-0.5 if how.scale is None else how.scale)
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
-    age = torch.arange(length)[:, None] - torch.arange(length)  # [query, key]
+    at = torch.arange(length, device=q.device)
+    age = at[:, None] - at  # [query, key]
     hidden = (age < 0) if how.window is None else (age < 0) | (age >= how.window)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, v).reshape(length, -1)

@@ -26,6 +26,7 @@ from baton.models.make_small import make
 H100 = Facts("cuda", torch.bfloat16, 16, 128, 2)
 CAPACITY = Capacity(3, 24, 90)
 BLOCK, MIB = 4, 1 << 20
+HERE = "cuda" if torch.cuda.is_available() else "cpu"  # where kernels are compiled, or interpreted
 
 
 def everything(_: str) -> bool:
@@ -150,7 +151,7 @@ class Memory:
 
 def test_kv_gets_what_graphs_and_the_largest_step_leave(folder: Path) -> None:
     pytest.importorskip("triton")
-    runner = loaded(folder)
+    runner = loaded(folder, device=HERE)
     backend = runner.choose_attention("triton")
     memory, pools = Memory(runner), []
 
@@ -179,7 +180,7 @@ class Left:
 
 def test_an_engine_on_a_device_has_the_blocks_that_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # the plain backend
-    runner = loaded(folder)
+    runner = loaded(folder, device=HERE)
     _, small = footprint.largest_step(CAPACITY, BLOCK)
     monkeypatch.setattr(footprint, "DeviceMemory", lambda device, share: Left((100 - small - 1) * runner.layout.block_bytes))
     asked = Options.of(folder, block_size=BLOCK, max_num_seqs=3, max_num_batched_tokens=24)
@@ -192,11 +193,11 @@ def test_an_engine_on_a_device_has_the_blocks_that_fit(folder: Path, monkeypatch
 
     monkeypatch.setattr(GpuRunner, "_forward", fail)
     with pytest.raises(BuildError, match=r"^engine.max_num_batched_tokens: a step of 24 tokens and 3 sequences does not fit.*CUDA out of"):
-        build._on_device(loaded(folder), settled, 90)
+        build._on_device(loaded(folder, device=HERE), settled, 90)
 
 
 def test_a_step_that_does_not_fit_is_told_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = loaded(folder)
+    runner = loaded(folder, device=HERE)
 
     def fail(*asked: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
