@@ -31,6 +31,9 @@ def choose_ops(device: torch.device, dtype: torch.dtype, compiled: bool, product
         return Ops()
     try:
         from baton.engine.cpu.compiled_ops import CompiledOps
+        from baton.engine.cpu.kernel import prepare
+
+        prepare(dtype)
     except Exception as error:  # whatever a compiler may raise: plain torch is slower, not wrong
         log.warning("engine.compiled: the kernels cannot be compiled, using plain torch: %s: %s", type(error).__name__, error)
         return Ops(packs=True)

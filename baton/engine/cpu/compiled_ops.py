@@ -1,8 +1,9 @@
 """The operations of a layer on compiled kernels.
 
-Importing this module compiles them, which takes seconds, or loads what an earlier process compiled; those of experts, int8, int4, groups
-and KV as int8 or int5 are compiled when the first model that needs them is loaded. The import fails if Numba cannot
-compile for this processor, or if torch's threads are not GNU's OpenMP; `baton.engine.choice.choose_ops` then keeps plain torch.
+Importing this module compiles them for float32, which takes seconds, or loads what an earlier process compiled; those for bfloat16
+(`kernel.prepare`), and those of experts, int8, int4, groups and KV as int8 or int5, are compiled when the first model that needs them is
+loaded. The import fails if Numba cannot compile for this processor, or if torch's threads are not GNU's OpenMP;
+`baton.engine.choice.choose_ops` then keeps plain torch.
 """
 
 from collections.abc import Sequence

@@ -6,10 +6,10 @@
 The function is written in Numba's Python and runs once on each thread of torch's team. It is compiled where it is defined, so what it calls
 must be defined above it. Its parameters may name the declared arguments (arrays are flat views), the sizes that the shapes name,
 `x_stride0`, `x_stride1` … if strides are free, and `has_x` if x may be None. The declaration generates everything in between: the Python
-call, which checks every tensor's type, shape and strides against it before any native code runs; the packed arguments; and the C function
-that unpacks them. So these cannot disagree.
+call, which checks every tensor's type, shape and strides against it before any native code runs; the packed arguments; and the C functions
+that unpack them, one for each type of numbers. So these cannot disagree. That of bfloat16 is compiled when the first model needs it.
 
-The C function has one argument, a pointer to int64s: addresses, sizes, and floats by their bits. A call thus costs one `struct.pack` and
+A C function has one argument, a pointer to int64s: addresses, sizes, and floats by their bits. A call thus costs one `struct.pack` and
 one foreign call. If there is enough to do, all of torch's own OpenMP threads make this call simultaneously, each for its share
 (`GOMP_parallel`): the threads of another pool would compete for the cores with the matrix products in between.
 """
@@ -37,14 +37,16 @@ from torch import Tensor
 from baton.engine.core.progress import Step, tell
 from baton.engine.cpu import primitives
 from baton.engine.cpu.apart import compile_apart
-from baton.engine.cpu.kernel_cache import ALL, HERE, VARIABLE, group_of, place_of
+from baton.engine.cpu.kernel_cache import ALL, HERE, VARIABLE, group_of, part_of, place_of
 
 log = logging.getLogger(__name__)
 
 C_FUNCTION = types.void(types.CPointer(types.int64))
 SHARED_FROM = 1 << 16  # numbers to compute; for fewer, waking the other threads costs more than they save
-KERNELS = {ALL: 17, "experts": 5, "groups": 10, "int4": 1, "int8": 3, "kv_int5": 3, "kv_int8": 3}  # that each group has
-_numbers = defaultdict[str, "itertools.count[int]"](lambda: itertools.count(1))  # group → of its kernels that this process has made
+KERNELS = {ALL: 17, "experts": 5, "groups": 10, "int4": 1, "int8": 3, "kv_int5": 3, "kv_int8": 3}  # of float32, that each group has
+_numbers = defaultdict[str, "itertools.count[int]"](lambda: itertools.count(1))  # part → of its kernels that this process has made
+_prepared: set[torch.dtype] = {torch.float32}  # kernels for numbers of these types are there before they are called
+_halved: dict[str, list["_Codes"]] = defaultdict(list)  # group → its kernels that compute with bfloat16, too
 
 
 body = njit(error_model="numpy")  # what several kernels share, compiled as they are
@@ -123,18 +125,14 @@ def kernel(work: str, fast: set[str] | bool = False, **arguments: Array | Scalar
 
     def compile_(function: Callable[..., None]) -> Callable[..., None]:
         names = _Names(arguments)
-        packed_by = struct.Struct("q" + names.format)  # the first says whether numbers are bfloat16
-        address = _c_function(function, arguments, names, fast).address
         space = {
             "bfloat16": torch.bfloat16,
             "float32": torch.float32,
             "threads_of": torch.get_num_threads,
             "module": sys.modules[__name__],
-            "pack": packed_by.pack,
-            # A short call keeps the GIL: releasing it and waiting for it would take longer.
-            "alone": ctypes.PYFUNCTYPE(None, ctypes.c_char_p)(address),
+            "pack": struct.Struct(names.format).pack,
+            "codes": _Codes(function, arguments, names, fast),
             "together": _together,
-            "address": address,
             "refuse": lambda *given: _refuse(function.__name__, arguments, given),
             **{f"{name}_dtype": each.dtype for name, each in arguments.items() if isinstance(each, Array)},
         }
@@ -174,19 +172,47 @@ class _Names:
         self.format = "".join(declared) + "q" * (len(self.sizes) + len(self.strides))
 
 
-# --- the C function ------------------------------------------------------------------------------------------------------------------
+# --- the C functions -----------------------------------------------------------------------------------------------------------------
 
 
-def _c_function(function: Callable[..., None], arguments: Declared, names: _Names, fast: set[str] | bool) -> Any:
-    """A function of one pointer that unpacks and calls `function`, compiled for both types of numbers."""
+class _Codes(dict[torch.dtype, tuple[Callable[[bytes], None], int]]):
+    """One kernel in native code, by the type of a call's numbers: to call alone, and its address. Made when it is first needed."""
+
+    def __init__(self, function: Callable[..., None], arguments: Declared, names: _Names, fast: set[str] | bool) -> None:
+        super().__init__()
+        self._made_of = function, arguments, names, fast
+        kinds = {torch.float32}
+        if any(isinstance(each, Array) and each.dtype is None for each in arguments.values()):
+            kinds.add(torch.bfloat16)
+            _halved[group_of(Path(function.__code__.co_filename))].append(self)
+        for kind in kinds & _prepared:
+            self[kind]
+
+    def __missing__(self, kind: torch.dtype) -> tuple[Callable[[bytes], None], int]:
+        address = _c_function(*self._made_of, kind is torch.bfloat16).address
+        # A short call keeps the GIL: releasing it and waiting for it would take longer.
+        self[kind] = made = ctypes.PYFUNCTYPE(None, ctypes.c_char_p)(address), address
+        return made
+
+
+def prepare(kind: torch.dtype) -> None:
+    """From now on, kernels for numbers of this type are there before they are called."""
+    _prepared.add(kind)
+    if kind is torch.bfloat16:
+        for codes in itertools.chain.from_iterable(list(_halved.values())):
+            codes[kind]
+
+
+def _c_function(function: Callable[..., None], arguments: Declared, names: _Names, fast: set[str] | bool, half: bool) -> Any:
+    """A function of one pointer that unpacks and calls `function`, for numbers of float32 or bfloat16 (`half`)."""
     asked = list(inspect.signature(function).parameters)
 
-    def given(kind: str) -> Iterator[str]:
+    def given() -> Iterator[str]:
         for name in asked:
             each = arguments.get(name)
             if isinstance(each, Array):
                 size = f"{name}_stride0 * ({each.dims[0]})" if each.strided else " * ".join(f"({dim})" for dim in each.dims)
-                yield f"view_{each.view or kind}({name}, {each.elements} * {size})"
+                yield f"view_{each.view or ('uint16' if half else 'float32')}({name}, {each.elements} * {size})"
             elif name.startswith("has_"):
                 yield f"{name.removeprefix('has_')} != 0"
             else:
@@ -195,14 +221,11 @@ def _c_function(function: Callable[..., None], arguments: Declared, names: _Name
     known = {*names.packed, *(f"has_{name}" for name, each in arguments.items() if isinstance(each, Array) and each.optional)}
     if unknown := [name for name in asked if name not in known]:
         raise ArgumentError(f"{function.__name__}: {unknown[0]}: neither declared, nor a size or stride of a declared array")
-    name, count = function.__name__, 1 + len(names.packed)
+    name, count = part_of(function.__name__, half).replace("-", "_"), len(names.packed)
     source = f"""
 def {name}(pointer):
-    half, {", ".join(names.packed)} = to_fixed_tuple(carray(pointer, {count}), {count})
-    if half:
-        body({", ".join(given("uint16"))})
-    else:
-        body({", ".join(given("float32"))})
+    {", ".join(names.packed)}, = to_fixed_tuple(carray(pointer, {count}), {count})
+    body({", ".join(given())})
 """
     views = {view: getattr(primitives, view) for view in vars(primitives) if view.startswith("view_")}
     space = {"body": njit(fastmath=fast, error_model="numpy")(function), "carray": carray, "to_fixed_tuple": to_fixed_tuple} | views
@@ -210,24 +233,24 @@ def {name}(pointer):
     # It gets the file and line of `function`, by which its errors and its compiled code are known.
     code = function.__code__
     exec(compile("\n" * (code.co_firstlineno - 1) + source, code.co_filename, "exec"), space)
-    return c_function(space[name])
+    return c_function(space[name], half)
 
 
-def c_function(function: Callable[[Any], None]) -> Any:
-    """Compiles `function`, or loads what some process compiled before."""
+def c_function(function: Callable[[Any], None], half: bool = False) -> Any:
+    """Compiles `function`, or loads what some process compiled before. `half`: it computes with bfloat16."""
     file = Path(function.__code__.co_filename)
     group = group_of(file)
     if file.parent == HERE:
-        compile_apart(group)
-    place = place_of(file)
-    number = next(_numbers[group])
+        compile_apart(group, half)
+    place = place_of(file, half)
+    number, of = next(_numbers[part_of(group, half)]), len(_halved[group]) if half else KERNELS[group]
     if place is None:
         if number == 1 and group == ALL:
             log.warning("compiled kernels can be kept nowhere, so every start compiles them; set %s to a writable folder", VARIABLE)
-        tell(Step("compiling kernels", number, KERNELS[group]))
+        tell(Step("compiling kernels", number, of))
         return cfunc(C_FUNCTION)(function)
     if not place.complete:
-        tell(Step("compiling kernels", number, KERNELS[group]))
+        tell(Step("compiling kernels", number, of))
     with place.alone():
         return cfunc(C_FUNCTION, cache=True)(place.moved(function))
 
@@ -267,8 +290,9 @@ def call({given}):
         good = False
     if not good:
         refuse({given})
-    packed = pack(kind is bfloat16, {", ".join(pointers.get(name, name) for name in names.packed)})
+    packed = pack({", ".join(pointers.get(name, name) for name in names.packed)})
     work = {work}
+    alone, address = codes[kind]
     if module._recording is not None:
         module._keep(address, packed, work)
     if work < module.SHARED_FROM or (threads := threads_of()) == 1:

@@ -3,7 +3,8 @@ one process at a time compiles what is missing.
 
     ROOT/KEY/panels.py      stands for the file of the same name in this folder
     ROOT/KEY/__pycache__/   what Numba keeps beside it
-    ROOT/KEY/complete-all   all kernels that every model needs are there, so nobody needs the lock for them; likewise complete-int4 …
+    ROOT/KEY/complete-all   all kernels that every float32 model needs are there, so nobody needs the lock for them; likewise
+                            complete-all-bfloat16, complete-int4 …
     ROOT/KEY/lock           held by the process that compiles
 
 Numba knows a kernel by the path of the file that defines it, and would compile again in every checkout. So a kernel is given, in place of
@@ -47,7 +48,7 @@ class Place:
 
     folder: Path
     file: Path  # stands for that file
-    group: str  # of kernels that are compiled together
+    part: str  # of all kernels, which are compiled together
 
     @property
     def complete(self) -> bool:
@@ -55,7 +56,7 @@ class Place:
 
     @property
     def _mark(self) -> Path:
-        return self.folder / f"complete-{self.group}"
+        return self.folder / f"complete-{self.part}"
 
     def moved(self, function: Callable[..., Any]) -> Any:
         """The same function, as if this place's file defined it."""
@@ -76,7 +77,7 @@ class Place:
             yield  # closing the file ends the lock, and so does the end of this process
 
     def finish(self) -> None:
-        """All kernels of the group are there."""
+        """All kernels of the part are there."""
         with suppress(OSError):
             self._mark.touch()
 
@@ -109,8 +110,8 @@ def _wait_for(lock: int) -> None:
             return
 
 
-def place_of(file: Path) -> Place | None:
-    """None if kernels can be kept nowhere."""
+def place_of(file: Path, half: bool = False) -> Place | None:
+    """For the kernels of a file that compute with float32, or with bfloat16 (`half`). None if they can be kept nowhere."""
     top = root()
     if top is None:
         return None
@@ -130,11 +131,15 @@ def place_of(file: Path) -> Place | None:
             os.replace(whole.name, stand_in)
     except OSError:
         return None
-    return Place(folder, stand_in, group_of(file))
+    return Place(folder, stand_in, part_of(group_of(file), half))
 
 
 def group_of(file: Path) -> str:
     return file.stem if file.parent == HERE and file.stem in GROUPS else ALL
+
+
+def part_of(group: str, half: bool) -> str:
+    return f"{group}-bfloat16" if half else group
 
 
 def _forget_old(top: Path) -> None:
