@@ -122,10 +122,10 @@ def setting(model: Path, case: Case, profile: Profile) -> Setting:
     return setting_of(config_layers.load(env={}, flags=settings_of(model, case)).config, profile, CORES)
 
 
-def idle(profile: Profile, prompt: int, output: int) -> tuple[float, float, float]:
+def idle(profile: Profile, prompt: int, output: int, chunk: int = CHUNK) -> tuple[float, float, float]:
     """TTFT, TPOT, and processor seconds of one request alone."""
     step = dict(profile.values("step"))
-    prefill = sum(step_seconds(step, profile.form, work) for work in works_of_prompt(prompt, 0, CHUNK))
+    prefill = sum(step_seconds(step, profile.form, work) for work in works_of_prompt(prompt, 0, chunk))
     decode = step_seconds(step, profile.form, Work(decodes=1, context=prompt + output // 2))
     cost = {name: profile.values(name) for name in ("router", "worker", "client")}
     request, token = (sum(cost[name][of] for name in cost) for of in NUMBERS["router"])

@@ -161,6 +161,16 @@ async def _running(settings: Mapping[str, str], found: Measured) -> AsyncIterato
         yield asker, processes
 
 
+async def measure_one(endpoints: Mapping[str, str], amount: Amount, chunk: int) -> Measured:
+    """Of a cluster that runs already, with one worker that does both: nothing about handoffs, starts, and cores that are shared."""
+    found = Measured()
+    async with AsyncClient(endpoints["grpc"], max_resumes=0) as client:
+        processes = Processes.of(endpoints["admin"])
+        found.facts = processes.facts
+        await _colocated(found, Asker(client), processes, amount, chunk)
+    return found
+
+
 async def _colocated(found: Measured, asker: Asker, processes: Processes, amount: Amount, chunk: int) -> None:
     rows = found.rows["step"]
     await _prompts(rows, asker, amount, chunk)
@@ -295,39 +305,47 @@ def _first(works: Sequence[Work]) -> dict[str, float]:
 
 
 def profile_of(found: Measured, model: str, engine: Mapping[str, object], amount: Amount, chunk: int) -> Profile:
-    """Fits the models. Raises ValueError if too little was measured."""
+    """Fits the models; what nothing was measured of has none. Raises ValueError if too little was measured."""
     machine = this_machine()
     whole = fit(found.rows["step"], STEP, "times to the first token, and steps of batches, fitted together")
     step = _part(whole, NUMBERS["step"])
     costs = {
         name: fit(found.rows[name], NUMBERS[name], "processor time that the system counted") for name in ("router", "worker", "client")
     }
-    handoffs: Rows = []
-    for context, nbytes, seconds in found.handoffs:
-        decode = step_seconds(dict.fromkeys(NUMBERS["step"], 0.0) | dict(step.values), "sum", Work(decodes=1, context=context))
-        handoffs.append(({"base": 1.0, "byte": float(nbytes)}, max(LEAST_S, seconds - decode)))
     spent = sum(costs[name].values["request"] + costs[name].values["token"] for name in costs)  # one after the other, nobody waits
     path = [{"request": max(0.0, each["path"] - spent)} for each in (whole.values, *whole.draws)]
-    pairs = [{"pair": each} for each in found.pairs]
-    kv = median(nbytes / context for context, nbytes, _ in found.handoffs)
     models = {
         "step": step,
-        "handoff": fit(handoffs, NUMBERS["handoff"], "from the first token to the second, less a step"),
         **costs,
         "path": Fitted(path[0], tuple(path[1:]), 0.0, whole.rows, "to the first token, less steps and what is computed beside"),
-        "start": Fitted({"base": median(found.starts)}, (), 0.1, len(found.starts), "from `baton up` to the first answer"),
-        "sharing": Fitted({"pair": median(found.pairs)}, tuple(pairs), 0.0, len(pairs), "prompts on one worker and on two"),
     }
+    kv, workers = 0.0, 1.0
+    if found.handoffs:
+        models["handoff"] = fit(_beside_steps(found.handoffs, step), NUMBERS["handoff"], "from the first token to the second, less a step")
+        kv, workers = median(nbytes / context for context, nbytes, _ in found.handoffs), 2.0
+    if found.starts:
+        models["start"] = Fitted({"base": median(found.starts)}, (), 0.1, len(found.starts), "from `baton up` to the first answer")
+    if found.pairs:
+        pairs = [{"pair": each} for each in found.pairs]
+        models["sharing"] = Fitted({"pair": median(found.pairs)}, tuple(pairs), 0.0, len(pairs), "prompts on one worker and on two")
     region = {
         "prompt tokens": (1.0, float(amount.prompts[-1])),
         "output tokens": (1.0, 160.0),
-        "prefill workers": (0.0, 2.0),
-        "decode workers": (1.0, 2.0),
+        "prefill workers": (0.0, workers if found.handoffs else 0.0),
+        "decode workers": (1.0, workers),
         "tokens a step": (64.0, float(chunk)),
     }
     cores = f"{machine['processor']}, {machine['cores']} cores"
     about = {"commit": _commit(), "when": str(machine["when"]), "load": machine["load_before"]}
     return Profile("measured", cores, model, {**engine, **found.facts, "max_num_batched_tokens": chunk}, kv, "sum", models, region, **about)
+
+
+def _beside_steps(handoffs: Sequence[tuple[int, int, float]], step: Fitted) -> Rows:
+    numbers = dict.fromkeys(NUMBERS["step"], 0.0) | dict(step.values)
+    return [
+        ({"base": 1.0, "byte": float(nbytes)}, max(LEAST_S, seconds - step_seconds(numbers, "sum", Work(decodes=1, context=context))))
+        for context, nbytes, seconds in handoffs
+    ]
 
 
 def _part(whole: Fitted, names: Sequence[str]) -> Fitted:

@@ -55,6 +55,34 @@ def test_the_benchmark_of_links_compares_every_byte(tmp_path: Path) -> None:
     assert cell["wrong"] == 0 and cell["seconds"] > 0 and cell["copy GB/s"] > cell["with digests GB/s"] > 0
 
 
+@pytest.mark.system
+def test_what_a_worker_does_is_measured_and_then_predicted(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "benchmarks" / "gpu_predict.py"), str(tmp_path / "found.json"), "--cpu-smoke"]
+    for step in ((), ("--predict",)):
+        done = subprocess.run([*script, *step], capture_output=True, text=True, env=ENVIRONMENT, timeout=500)
+        assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    [cell] = found["cases"].values()
+    assert cell["measured"]["TTFT P50 (ms)"] > 0
+    assert all(low <= value <= high for told in cell["predicted"].values() for value, low, high in told.values())
+    judged = {name: "TTFT P50 (ms)" in each["table"] for name, each in found["errors"].items()}
+    assert judged == dict.fromkeys(("sheet", "fit"), not cell["void"]), "a machine too busy to send on time says nothing"
+
+
+def test_an_error_of_a_prediction_is_a_share_of_what_was_measured() -> None:
+    import gpu_predict
+
+    cases = {
+        "a": {"measured": {"goodput (/s)": 4.0, "TTFT P99 (ms)": 100.0, "hit rate": 0.0},
+              "predicted": {"fit": {"goodput (/s)": [5.0, 3.0, 6.0], "TTFT P99 (ms)": [50.0, 40.0, 60.0], "hit rate": [0.0, 0.0, 0.0]}}},
+        "void": {"void": "late", "measured": {"goodput (/s)": 1.0}, "predicted": {"fit": {"goodput (/s)": [9.0, 9.0, 9.0]}}},
+        "failed": {"failed": "Traceback"},
+    }  # fmt: skip
+    found = gpu_predict.errors(cases, "fit")
+    assert found["table"]["goodput (/s)"] == found["table"]["all but TTFT P99"] == {"cases": 1, "median": 0.25, "worst": 0.25}
+    assert found["table"]["TTFT P99 (ms)"]["worst"] == 0.5 and "hit rate" not in found["table"] and found["covered"] == 0.5
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here")
 def test_the_benchmark_reports_a_missing_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
