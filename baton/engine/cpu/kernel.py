@@ -181,12 +181,11 @@ class _Codes(dict[torch.dtype, tuple[Callable[[bytes], None], int]]):
     def __init__(self, function: Callable[..., None], arguments: Declared, names: _Names, fast: set[str] | bool) -> None:
         super().__init__()
         self._made_of = function, arguments, names, fast
-        kinds = {torch.float32}
+        self[torch.float32]  # a declaration that is wrong ends here
         if any(isinstance(each, Array) and each.dtype is None for each in arguments.values()):
-            kinds.add(torch.bfloat16)
             _halved[group_of(Path(function.__code__.co_filename))].append(self)
-        for kind in kinds & _prepared:
-            self[kind]
+            if torch.bfloat16 in _prepared:
+                self[torch.bfloat16]
 
     def __missing__(self, kind: torch.dtype) -> tuple[Callable[[bytes], None], int]:
         address = _c_function(*self._made_of, kind is torch.bfloat16).address
@@ -199,7 +198,7 @@ def prepare(kind: torch.dtype) -> None:
     """From now on, kernels for numbers of this type are there before they are called."""
     _prepared.add(kind)
     if kind is torch.bfloat16:
-        for codes in itertools.chain.from_iterable(list(_halved.values())):
+        for codes in itertools.chain.from_iterable(_halved.values()):
             codes[kind]
 
 

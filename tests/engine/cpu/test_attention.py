@@ -403,7 +403,7 @@ def test_only_newly_begun_blocks_are_zeroed() -> None:
 
 
 def test_kernels_work_without_a_place_to_cache_them(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(kernel, "place_of", lambda file: None)
+    monkeypatch.setattr(kernel, "place_of", lambda file, half: None)
     monkeypatch.setattr(kernel, "_numbers", defaultdict(lambda: itertools.count(1)))
 
     def first_two_are_one(pointer):  # type: ignore[no-untyped-def]

@@ -181,5 +181,20 @@ def test_the_operations_of_every_model_load_no_kernel_that_only_some_need(loaded
     assert not {f"baton.engine.cpu.{group}" for group in GROUPS} & set(ast.literal_eval(loaded[0]))
 
 
+HALVES = """
+import torch
+from baton.engine.cpu import compiled_ops, kernel
+print(sum(torch.bfloat16 in codes for each in kernel._halved.values() for codes in each))
+kernel.prepare(torch.bfloat16)
+from baton.engine.cpu import experts
+print(all(torch.bfloat16 in codes for each in kernel._halved.values() for codes in each), len(kernel._halved["experts"]))
+"""
+
+
+def test_kernels_of_bfloat16_are_loaded_with_the_first_model_that_needs_them_and_then_with_those_of_float32() -> None:
+    done = subprocess.run([sys.executable, "-c", HALVES], capture_output=True, text=True, timeout=500, check=True)
+    assert done.stdout.split()[:2] == ["0", "True"] and int(done.stdout.split()[2]) > 0
+
+
 def test_the_number_of_kernels_is_known_before_they_are_compiled(loaded: list[str]) -> None:
     assert ast.literal_eval(loaded[1]) == KERNELS
