@@ -99,7 +99,7 @@ class Everyone(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.DecodeServicer):
     async def Snapshot(self, request: pb.SnapshotRequest, context: Any) -> AsyncIterator[pb.SnapshotResponse]:
         for start in range(0, KEYS, 4096):
             keys = os.urandom(16 * min(4096, KEYS - start))
-            yield pb.SnapshotResponse(incarnation=1, sequence=1, keys=keys)
+            yield pb.SnapshotResponse(incarnation=1, sequence=1, keys=keys, medium="device")
 
     async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommands], context: Any) -> AsyncIterator[pb.DecodeEvents]:
         commands = (command async for message in request_iterator for command in message.commands)
