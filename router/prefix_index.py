@@ -19,7 +19,7 @@ bit (`Filling`), while the old entries stay in use.
 
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -119,8 +119,12 @@ class PrefixIndex:
         if event.sequence <= held.last or event.sequence in held.ahead:
             return "duplicate"
         held.newest = max(held.newest or 0, event.sequence)
-        held.ahead[event.sequence] = event
-        self._catch_up(held)
+        if event.sequence == held.last + 1:
+            self._note_event(held, event)
+        else:
+            held.ahead[event.sequence] = event
+        if held.ahead:
+            self._catch_up(held)
         if len(held.ahead) > self._max_ahead:
             del held.ahead[min(held.ahead)]  # only a snapshot can help now, and it will be newer than this event
         return "ok" if held.last >= event.sequence else "gap"
@@ -152,18 +156,24 @@ class PrefixIndex:
         held = self._workers.get(worker)
         if held is None:
             return
-        batch, predicted, bit = tuple(keys), held.predicted, 1 << held.device.slot
-        room = min(self._max_entries - self.entries, MAX_PREDICTED - len(predicted))
+        batch, predicted, device, tables = tuple(keys), held.predicted, held.device, self._tables
+        bit = self._share(1 << device.slot)
+        most = room = min(self._max_entries - self.entries, MAX_PREDICTED - len(predicted))
         for key in batch:
             if key in predicted:
                 predicted[key] = max(expires_at, predicted[key])
-            elif not self._tables[key[0]].get(key, 0) & bit:
+                continue
+            table = tables[key[0]]
+            mask = table.get(key, 0)
+            if not mask & bit:
                 if room <= 0:
                     self.refused += 1
                     continue
                 room -= 1
-                self._set(key, held.device)
+                table[key] = self._share(mask | bit) if mask else bit
                 predicted[key] = expires_at
+        device.size += most - room
+        self.entries += most - room
         heapq.heappush(self._batches, (expires_at, next(self._numbers), held, batch))
 
     def retract(self, worker: str, keys: Iterable[bytes]) -> None:
@@ -301,31 +311,55 @@ class PrefixIndex:
 
     def _catch_up(self, held: _Holdings) -> None:
         while (event := held.ahead.pop(held.last + 1, None)) is not None:
-            held.last = event.sequence
-            kept = held.media.get(event.medium)
-            if kept is None:
-                kept = held.media[event.medium] = _Kept(self._take_slot(event.worker))
-                self._cold |= 1 << kept.slot
-            predicted = held.predicted if event.medium == DEVICE else {}
-            if event.kind == "stored":
-                self._store(kept, event.keys, predicted)
-                continue
-            bit = 1 << kept.slot
-            for key in event.keys:
-                if key not in predicted and self._tables[key[0]].get(key, 0) & bit:
-                    self._unset(kept, key)
+            self._note_event(held, event)
+
+    def _note_event(self, held: _Holdings, event: BlockEvent) -> None:
+        """Of all that are not known, it is the next."""
+        held.last = event.sequence
+        kept = held.media.get(event.medium)
+        if kept is None:
+            kept = held.media[event.medium] = _Kept(self._take_slot(event.worker))
+            self._cold |= 1 << kept.slot
+        predicted = held.predicted if event.medium == DEVICE else {}
+        if event.kind == "stored":
+            self._store(kept, event.keys, predicted)
+        else:
+            self._remove(kept, event.keys, predicted)
+
+    # The next two are most of the work with many workers, so they do what `_set` and `_unset` do in place.
 
     def _store(self, kept: _Kept, keys: Sequence[bytes], predicted: dict[bytes, float]) -> None:
-        bit = 1 << kept.slot
+        tables, bit = self._tables, self._share(1 << kept.slot)
         for key in keys:
             if predicted and predicted.pop(key, None) is not None:
                 continue  # its bit is set
-            if self._tables[key[0]].get(key, 0) & bit:
+            table = tables[key[0]]
+            mask = table.get(key, 0)
+            if mask & bit:
                 continue
-            if not self._make_room(self._max_entries - self.entries):
-                continue
-            self._set(key, kept)
+            if (room := self._max_entries - self.entries) <= 0:
+                if not self._make_room(room):
+                    continue
+                mask = table.get(key, 0)  # another worker's prediction of it may have gone
+            table[key] = self._share(mask | bit) if mask else bit
+            kept.size += 1
+            self.entries += 1
         self.sweep(SWEEPS * len(keys))
+
+    def _remove(self, kept: _Kept, keys: Sequence[bytes], predicted: Container[bytes]) -> None:
+        tables, bit, removed = self._tables, 1 << kept.slot, 0
+        for key in keys:
+            table = tables[key[0]]
+            mask = table.get(key, 0)
+            if not mask & bit or key in predicted:
+                continue
+            if mask == bit:
+                del table[key]
+            else:
+                table[key] = self._share(mask & ~bit)
+            removed += 1
+        kept.size -= removed
+        self.entries -= removed
 
     def _make_room(self, room: int) -> bool:
         """Whether one more entry may be kept: reports take the room of predictions. Counts it as refused if not."""

@@ -30,18 +30,30 @@ def root_key(model_fingerprint: str, salt: str = "", adapter: str = "") -> bytes
 
 def block_key(parent: bytes, token_ids: Sequence[int], output_from: int | None = None) -> bytes:
     """The key of one full block. Token ids are hashed as little-endian uint32. `output_from`: the first token that is output, if one is."""
-    ids = array("I", token_ids)
-    if ids.itemsize != 4:  # pragma: no cover - C unsigned int is four bytes wherever CPython runs
-        raise RuntimeError("array('I') is not 32 bits wide here")
-    if output_from is None:
-        return blake2b(parent + ids.tobytes(), digest_size=KEY_BYTES).digest()
-    mark = output_from.to_bytes(4, "little")
-    return blake2b(parent + ids.tobytes() + mark, digest_size=KEY_BYTES, person=b"baton.block.out").digest()
+    return _key(parent, _packed(token_ids), output_from)
 
 
 def extend_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int, output_from: int | None = None) -> None:
     """`keys` are those of the first full blocks of `token_ids`; append the keys of its other full blocks. `output_from`: the position from
     which on tokens are output, None if none is or if output need not be told from a prompt."""
-    while (start := len(keys) * block_size) + block_size <= len(token_ids):
+    first, end = len(keys) * block_size, len(token_ids) // block_size * block_size
+    if first >= end:
+        return
+    parent, packed = keys[-1] if keys else root, _packed(token_ids[first:end])
+    for start in range(first, end, block_size):
         output = None if output_from is None or output_from >= start + block_size else max(0, output_from - start)
-        keys.append(block_key(keys[-1] if keys else root, token_ids[start : start + block_size], output))
+        parent = _key(parent, packed[4 * (start - first) : 4 * (start - first + block_size)], output)
+        keys.append(parent)
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    ids = array("I", token_ids)
+    if ids.itemsize != 4:  # pragma: no cover - C unsigned int is four bytes wherever CPython runs
+        raise RuntimeError("array('I') is not 32 bits wide here")
+    return ids.tobytes()
+
+
+def _key(parent: bytes, packed: bytes, output_from: int | None) -> bytes:
+    if output_from is None:
+        return blake2b(parent + packed, digest_size=KEY_BYTES).digest()
+    return blake2b(parent + packed + output_from.to_bytes(4, "little"), digest_size=KEY_BYTES, person=b"baton.block.out").digest()

@@ -27,9 +27,9 @@ class Content:
     tokens: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CacheChange:
-    """What the prefix cache gained or lost, in order. The caller turns these into block events."""
+class CacheChange(NamedTuple):
+    """What the prefix cache gained or lost, in order. The caller turns these into block events. A tuple, because each block is one twice in
+    its life: a frozen dataclass takes several times as long to make."""
 
     stored: bool
     key: bytes
@@ -107,7 +107,15 @@ class BlockPool:
         """`count` blocks with one owner and undefined content, or None (and nothing changed) if fewer are available."""
         if count > self.available:
             return None
-        return [self._take() for _ in range(count)]
+        free, owners = self._free, self._owners
+        if count <= len(free):
+            blocks = [free.pop() for _ in range(count)]
+        else:
+            blocks = [*reversed(free), *self._evict(count - len(free))]
+            free.clear()
+        for block in blocks:
+            owners[block] = 1
+        return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more owner for each. The caller vouches that they are full: nobody writes to them any more."""
@@ -132,18 +140,17 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give up one ownership of each. The deepest block of a prefix ages first: a chain is evicted from its end."""
+        owned, key_of, offered = self._owners, self._key_of, self._offered
         for block in reversed(list(blocks)):
-            owners = self._owners.get(block)
+            owners = owned.pop(block, None)
             if owners is None:
                 raise ValueError(f"block {block} is released but has no owner")
             if owners > 1:
-                self._owners[block] = owners - 1
-                continue
-            del self._owners[block]
-            if block not in self._key_of:
+                owned[block] = owners - 1
+            elif block not in key_of:
                 self._free.append(block)
             else:
-                (self._saved if block in self._offered else self._cached)[block] = None
+                (self._saved if block in offered else self._cached)[block] = None
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Drop the keys of blocks whose content turned out to be wrong: their owners keep them, but they are not found again."""
@@ -207,14 +214,19 @@ class BlockPool:
         self._cached.pop(block, None)
         self._saved.pop(block, None)
 
-    def _take(self) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
+    def _evict(self, count: int) -> list[int]:
+        """So many of the cached blocks, the oldest first, without their keys."""
+        evicted = []
+        key_of, block_of, offered, changes = self._key_of, self._block_of, self._offered, self._changes
+        for _ in range(count):
             block, _ = (self._saved or self._cached).popitem(last=False)
-            self._unkey(block)
-        self._owners[block] = 1
-        return block
+            key = key_of.pop(block)
+            del block_of[key]
+            if offered:
+                offered.discard(block)
+            changes.append(CacheChange(False, key))
+            evicted.append(block)
+        return evicted
 
     def _unkey(self, block: int) -> None:
         key = self._key_of.pop(block, None)

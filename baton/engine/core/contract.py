@@ -18,6 +18,7 @@ import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, Protocol
 
 from baton.engine.core.block_key import MAX_EVENT_KEYS
@@ -69,13 +70,12 @@ def cache_events(changes: Seq[CacheChange], after: int) -> list[CacheEvent]:
     """Changes of the prefix cache in order, as runs of one kind and medium, MAX_EVENT_KEYS at most. `after`: the number of the event
     before."""
     events: list[CacheEvent] = []
-    for (stored, medium), run in itertools.groupby(changes, key=lambda change: (change.stored, change.medium)):
+    for (stored, medium), run in itertools.groupby(changes, key=attrgetter("stored", "medium")):
         whole = list(run)
         for start in range(0, len(whole), MAX_EVENT_KEYS):
-            part = whole[start : start + MAX_EVENT_KEYS]
-            contents = tuple(change.content for change in part) if any(change.content for change in part) else ()
+            _, keys, _, contents = zip(*whole[start : start + MAX_EVENT_KEYS], strict=True)
             after += 1
-            events.append(CacheEvent(after, "stored" if stored else "removed", tuple(change.key for change in part), medium, contents))
+            events.append(CacheEvent(after, "stored" if stored else "removed", keys, medium, contents if any(contents) else ()))
     return events
 
 
