@@ -32,7 +32,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
+from functools import reduce
+from itertools import chain
+from operator import add, sub
 from statistics import median
 from typing import Literal
 
@@ -115,6 +117,15 @@ class Stride:
 
     def come_each(self, times: Sequence[float]) -> None:
         """`come` and `leave` of tokens that came at these moments, each to a reader that waited. Those of one moment came together."""
+        waits = list(map(sub, times if self._left is not None else times[1:], chain(() if self._left is None else (self._left,), times)))
+        if waits and min(waits) > 0:  # each came by itself, which is usual: no step of Python for each
+            self._events += len(waits)
+            self._waits[0] = reduce(add, waits, self._waits[0])  # one after the other, as `come` adds: `sum` of floats rounds otherwise
+            self._tokens[0] += len(waits)
+            if (longest := max(waits)) > self._waits[1]:
+                self._waits[1], self._tokens[1] = longest, 1
+            self._came = self._left = times[-1]
+            return
         for now, tokens in Counter(times).items():
             self.come(tokens, now)
             self._left = now
@@ -312,8 +323,13 @@ class Outliers:
         return back
 
     def _peers(self, worker: Identity, pool: Collection[Identity]) -> list[_Worker]:
-        known = (self._workers.get(other) for other in pool if other != worker)
-        return list(islice((peer for peer in known if peer is not None and peer.state is State.SERVING), PEERS))
+        peers, workers = list[_Worker](), self._workers
+        for other in pool:
+            if other != worker and (peer := workers.get(other)) is not None and peer.state is State.SERVING:
+                peers.append(peer)
+                if len(peers) == PEERS:
+                    break
+        return peers
 
     def _eject(self, worker: Identity, cause: Cause, why: str, pools: Pools, now: float) -> Ejected | None:
         """Returns None if too many are aside already."""

@@ -195,7 +195,7 @@ class ServedModels(Mapping[str, ServedModel]):
         """The model to which a member belongs, and for which it may be unfit: the one with its tokenizer and its name, else the first with
         its tokenizer. What fits none belongs to the first."""
         akin = self._akin.get(record.tokenizer_fingerprint)
-        return akin.get(record.model_name, next(iter(akin.values()))) if akin else self._first
+        return akin.get(record.model_name) or next(iter(akin.values())) if akin else self._first
 
     def judge(self) -> list[Refused]:
         """Every model judges its members. Returns those that no longer fit."""

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 
-from baton.clock import loop_time
+from baton.clock import clock_of_loop, loop_time
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.metrics import Book
 from baton.cluster.records import Load, RoleName, WorkerRecord
@@ -82,10 +82,11 @@ class SimulatedRouter:
         self.admission = Admission(config.max_inflight, config.max_queue, config.overload)
         degradation = Degradation(Rules.of(config))
         tools = Book("router", model="model"), Tracer(), "model", slo
-        self.journal = Journal(*tools, keep=10_000, wall_clock=loop_time, degradation=degradation)
+        self.journal = Journal(*tools, keep=10_000, wall_clock=clock_of_loop(), degradation=degradation)
         self.degrades = bool(config.degrade)
-        self._gate = Gate(self.admission, model, config, self.journal.objectives, loop_time)
-        self._dispatcher = Dispatcher(model, workers, config)
+        self._clock = clock_of_loop()
+        self._gate = Gate(self.admission, model, config, self.journal.objectives, self._clock)
+        self._dispatcher = Dispatcher(model, workers, config, self._clock)
 
     async def judge(self) -> None:
         """Enters and leaves the levels of `router.degrade`."""
@@ -105,8 +106,8 @@ class SimulatedRouter:
         """One request, from its arrival to its last token. Calls `told` with how many tokens have come,
         and with the moment of each if that is not now. Raises BatonError."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        with self.journal.open("text_completion", request_id, clock=loop_time) as entry:
-            deadline = loop_time() + timeout_s
+        with self.journal.open("text_completion", request_id, clock=self._clock) as entry:
+            deadline = self._clock() + timeout_s
             sampling = AskSampling(max_tokens=max_tokens)
             asked = Ask(token_ids=tuple(prompt), request_id=request_id, priority=priority, sampling=sampling)
             asked, _ = self.journal.degradation.serve(asked, Offer())

@@ -169,7 +169,7 @@ class ModelledEngine(Commands):
         self.awaited: set[Sequence] = set()  # sequences whose first token is told at once
         self.told_at = 0.0  # the moment of what the listener's `on_cache` gets
         self.touches = 0  # commands, and steps that were not jumped over
-        self.changes: Callable[[], None] = lambda: None  # called when a jump begins that changes the prefix cache
+        self.changes: Callable[[Jump], None] = lambda jump: None  # called when a jump begins, which may change the prefix cache
         self._laps = self._last = self._preemptions = 0  # `_last`: steps of the last jump
         self._busy_since: float | None = None
         self._sleeping: asyncio.Future[None] | None = None
@@ -205,13 +205,6 @@ class ModelledEngine(Commands):
         for seq in seqs or list(self._untold.since):
             if ends := self._untold.take(seq):
                 self._tell(Told(seq, ends))
-
-    @property
-    def next_change(self) -> tuple[Jump, int, float] | None:
-        """The next step of the jump under way that changes the prefix cache, and when it ends."""
-        jump = self._jump
-        step = jump.next_change if jump is not None else None
-        return None if jump is None or step is None else (jump, step, jump.ends[step - 1])
 
     def reach(self, jump: Jump, step: int) -> bool:
         """A step of a jump has ended. Returns False if there was no such step, or all has been done."""
@@ -263,7 +256,7 @@ class ModelledEngine(Commands):
 
     async def _leap(self, began: float, ends: list[float]) -> None:
         jump = self._jump = Jump(self._engine, began, ends, self._publish_at)
-        self.changes()
+        self.changes(jump)
         await self._end(ends[-1])
         jump.settle(jump.steps)
         self._untold.extend(jump.seqs, jump.ended(self._loop.time()))

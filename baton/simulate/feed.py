@@ -6,6 +6,7 @@ the next step ends that has one (`expect`), and is asked for what it did if some
 """
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from itertools import count
 
@@ -24,29 +25,38 @@ class Feed:
         self._travel_s = travel_s
         self._due: list[tuple[float, int, int, list[BlockEvent] | tuple[ModelledEngine, Jump, int]]] = []  # a heap: moment, place, number
         self._numbers = count()
+        self._until = -math.inf  # what is due by then is being told
 
     def send(self, events: list[BlockEvent], engine: ModelledEngine) -> None:
-        heapq.heappush(self._due, (engine.told_at + self._travel_s, engine.number, next(self._numbers), events))
+        when, place, due = engine.told_at + self._travel_s, engine.number, self._due
+        if when <= self._until and not (due and due[0][:2] <= (when, place)):  # it would be the next to be told
+            self._apply(events)
+        else:
+            heapq.heappush(due, (when, place, next(self._numbers), events))
 
-    def expect(self, engine: ModelledEngine) -> None:
-        """Its jump may change the prefix cache."""
-        if (change := engine.next_change) is not None:
-            jump, step, end = change
-            heapq.heappush(self._due, (end + self._travel_s, engine.number, next(self._numbers), (engine, jump, step)))
+    def expect(self, engine: ModelledEngine, jump: Jump) -> None:
+        """A jump of the engine may change the prefix cache."""
+        if (step := jump.next_change) is not None:
+            due = jump.ends[step - 1] + self._travel_s, engine.number, next(self._numbers), (engine, jump, step)
+            heapq.heappush(self._due, due)
 
     def tell(self) -> None:
         """All that has come by now."""
-        due, now = self._due, loop_time()
-        while due and due[0][0] <= now:
+        due, self._until = self._due, loop_time()
+        while due and due[0][0] <= self._until:
             *_, what = heapq.heappop(due)
-            if isinstance(what, tuple):
-                engine, jump, step = what
-                if engine.reach(jump, step):
-                    self.expect(engine)
+            if isinstance(what, list):
+                self._apply(what)
                 continue
-            for event in what:
-                for view in self.views:
-                    view.apply(event)
+            engine, jump, step = what
+            if engine.reach(jump, step):
+                self.expect(engine, jump)
+        self._until = -math.inf
+
+    def _apply(self, events: list[BlockEvent]) -> None:
+        for event in events:
+            for view in self.views:
+                view.apply(event)
 
 
 class FedIndex(PrefixIndex):

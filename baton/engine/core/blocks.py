@@ -136,7 +136,7 @@ class BlockPool:
             return
         self._key_of[block] = key
         self._block_of[key] = block
-        self._changes.append(CacheChange(True, key, content=content))
+        self._changes.append(CacheChange(True, key, DEVICE, content))
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give up one ownership of each. The deepest block of a prefix ages first: a chain is evicted from its end."""

@@ -69,6 +69,9 @@ class CacheEvent:
 def cache_events(changes: Seq[CacheChange], after: int) -> list[CacheEvent]:
     """Changes of the prefix cache in order, as runs of one kind and medium, MAX_EVENT_KEYS at most. `after`: the number of the event
     before."""
+    if len(changes) == 1:  # most steps that change anything fill one block
+        stored, key, medium, content = changes[0]
+        return [CacheEvent(after + 1, "stored" if stored else "removed", (key,), medium, () if content is None else (content,))]
     events: list[CacheEvent] = []
     for (stored, medium), run in itertools.groupby(changes, key=attrgetter("stored", "medium")):
         whole = list(run)
