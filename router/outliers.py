@@ -196,8 +196,8 @@ class _Paces:
         self.last.append((now, token_s, token_s / max(1, company)))
         while now - self.last[0][0] > WINDOW_S:
             self.last.popleft()
-        self.token_s = median(each[1] for each in self.last)
-        self.shared_s = median(each[2] for each in self.last)
+        self.token_s = median([token_s for _, token_s, _ in self.last])
+        self.shared_s = median([shared_s for _, _, shared_s in self.last])
         return True
 
     def known(self, now: float) -> bool:
@@ -292,12 +292,12 @@ class Outliers:
             return None
         if len(own.last) < LEAST_PACES or own.token_s < FLOOR_S[role]:
             return None
-        peers = [peer.paces[role] for peer in self._peers(worker, pools(role)) if peer.paces[role].known(now)]
+        peers = [pace for peer in self._peers(worker, pools(role)) if (pace := peer.paces[role]).known(now)]
         if not peers:
             return None
         factor = self._terms.pace * (1 if len(peers) > 1 else 2)
-        theirs = median(peer.token_s for peer in peers)
-        if own.token_s < factor * theirs or own.shared_s < factor * median(peer.shared_s for peer in peers):
+        theirs = median([peer.token_s for peer in peers])
+        if own.token_s < factor * theirs or own.shared_s < factor * median([peer.shared_s for peer in peers]):
             return None
         why = f"it takes {own.token_s * 1000:.3g} ms a token, its peers {theirs * 1000:.3g} ms"
         return self._eject(worker, "pace", why, pools, now)

@@ -37,6 +37,9 @@ class CacheChange(NamedTuple):
     content: Content | None = None  # of a stored block, if the pool describes them
 
 
+_change = tuple.__new__  # a `CacheChange` of all its fields, without the function of Python that a named tuple is made by
+
+
 class Keyed(NamedTuple):
     """A sealed block. Its content does not change while it has an owner."""
 
@@ -136,7 +139,7 @@ class BlockPool:
             return
         self._key_of[block] = key
         self._block_of[key] = block
-        self._changes.append(CacheChange(True, key, DEVICE, content))
+        self._changes.append(_change(CacheChange, (True, key, DEVICE, content)))
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give up one ownership of each. The deepest block of a prefix ages first: a chain is evicted from its end."""
@@ -224,7 +227,7 @@ class BlockPool:
             del block_of[key]
             if offered:
                 offered.discard(block)
-            changes.append(CacheChange(False, key))
+            changes.append(_change(CacheChange, (False, key, DEVICE, None)))
             evicted.append(block)
         return evicted
 
