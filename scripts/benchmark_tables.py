@@ -322,6 +322,13 @@ def whole() -> str:
     return markdown(["cluster", f"share of the bare engine's {median(found['bare_tokens_s']):.0f} tokens/s"], table)
 
 
+def scale() -> str:
+    run = load("scale")
+    heads = ["processor, s", "requests", "tokens", "µs a request", "µs a token", "peak of memory at each quarter, MiB"]
+    figures = [number(run[key]) for key in ("processor_s", "requests", "tokens", "us_a_request", "us_a_token")]
+    return markdown(heads, [[*figures, ", ".join(map(number, run["peak_mib"]))]])
+
+
 # table → the file of benchmarks/results that it is made of, and what makes it
 def speculation() -> str:
     """Each method beside none: by the clock, and in brackets by processor time."""
@@ -440,7 +447,7 @@ TABLES |= {
 }
 TABLES |= {
     make.__name__: (make.__name__, make)
-    for make in (observability, products, quality, continuation, step_profile, families, batching, whole)
+    for make in (observability, products, quality, continuation, step_profile, families, batching, whole, scale)
 }
 TABLES |= {make.__name__: ("speculation", make) for make in (speculation, acceptance, speculation_peers)}
 TABLES |= {make.__name__: ("stores", make) for make in (stores, reopened)}
