@@ -355,8 +355,11 @@ def _ranked_decode(model: ServedModel, held: Held, longest: int, terms: Terms, t
     standings = model.standings
     places, names, ranks = standings.places["decode"], standings.names["decode"], standings.decode
     apart = [places[name] for name in held.device.keys() | held.anywhere.keys() if name in places]
-    judged = {place: _candidate(model, model.members.record(names[place]), held, terms) for place in apart}
-    fitting = {place: (each.cost, float(-each.credit)) for place, each in judged.items() if each.credit >= longest}
+    fitting = {}
+    for place in apart:
+        cost, low = ranks.key(place)
+        if -low >= longest:
+            fitting[place] = cost - terms.overlap_weight * _known(model, model.members.record(names[place]), held, terms), low
     lowest = min(fitting.values(), default=None)
     least, equal = ranks.first(apart, lambda key: -key[1] >= longest), 0
     if least is not None and (lowest is None or least <= lowest):
@@ -366,7 +369,7 @@ def _ranked_decode(model: ServedModel, held: Held, longest: int, terms: Terms, t
         return None
     number = tie % (equal + len(same))
     place = ranks.nth(least, number, apart, same) if equal and least is not None else sorted(same)[number]
-    return judged.get(place) or _candidate(model, model.members.record(names[place]), held, terms)
+    return _candidate(model, model.members.record(names[place]), held, terms)
 
 
 def _lowest(candidates: Sequence[T], key: Callable[[T], tuple[float, ...]], tie: int) -> T:
@@ -389,12 +392,20 @@ def _takes(model: ServedModel, candidate: _Candidate, longest: int) -> bool:
 
 
 def _candidate(model: ServedModel, worker: WorkerRecord, held: Held, terms: Terms) -> _Candidate:
-    overlap, reach, size, known = held.device.get(worker.name, 0), held.anywhere.get(worker.name, 0), worker.block_size, 0.0
-    if overlap or reach:  # of a thousand workers, few have any of a prompt
-        loaded = held.counted(worker.name, reach, size) - _load_cost(model, worker, held, terms) if reach else 0.0
-        known = max(held.counted(worker.name, overlap, size), loaded)
     cost, credit = decode_cost(model.members, worker)
-    return _Candidate(worker.name, overlap, cost - terms.overlap_weight * known, credit)
+    known = _known(model, worker, held, terms)
+    return _Candidate(worker.name, held.device.get(worker.name, 0), cost - terms.overlap_weight * known, credit)
+
+
+def _known(model: ServedModel, worker: WorkerRecord, held: Held, terms: Terms) -> float:
+    """Tokens of the prompt that the worker need not compute, less what loading them takes."""
+    overlap, reach = held.device.get(worker.name, 0), held.anywhere.get(worker.name, 0)
+    if not overlap and not reach:  # of a thousand workers, few have any of a prompt
+        return 0.0
+    known = held.counted(worker.name, overlap, worker.block_size)
+    if not reach:
+        return known
+    return max(known, held.counted(worker.name, reach, worker.block_size) - _load_cost(model, worker, held, terms))
 
 
 def _identity(worker: WorkerRecord) -> Identity:

@@ -49,6 +49,10 @@ class Ranks(Generic[K]):
                 del self._equal[key]
                 del self._sorted[bisect_left(self._sorted, key)]
 
+    def key(self, place: int) -> K:
+        """Raises KeyError if nobody with a key has this place."""
+        return self._keys[place]
+
     def first(self, without: Collection[int], fits: Callable[[K], bool] = lambda key: True) -> K | None:
         """The lowest key that fits, of somebody whose place is not in `without`."""
         for key in self._sorted:
