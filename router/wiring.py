@@ -27,7 +27,7 @@ from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.records import RouterRecord
 from baton.cluster.redis_answers import RedisAnswers
 from baton.cluster.redis_client import tls_options
-from baton.cluster.rpc import Admit, Check, Server, Tasks
+from baton.cluster.rpc import CLIENT_ANSWER_S, Admit, Check, Server, Tasks
 from baton.cluster.tracing import make_tracer
 from baton.engine.facts.model_facts import Recommended, recommended
 from baton.recorder.recorder import Recorder, digest_of
@@ -273,7 +273,8 @@ class RouterProcess:
         return found
 
     def _server(self, check: Check | None = None, age_s: float | None = None, admit: Admit | None = None) -> Server:
-        server = Server(self.config, self.config.router.max_message_bytes, self.config.router.stall_s, check, age_s, admit)
+        config = self.config.router
+        server = Server(self.config, config.max_message_bytes, config.stall_s, check, age_s, admit, CLIENT_ANSWER_S)
         self._closers.push_async_callback(server.stop, 0.5)
         return server
 

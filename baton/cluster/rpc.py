@@ -28,24 +28,30 @@ Check: TypeAlias = Callable[[bytes], None]
 Admit: TypeAlias = Callable[[str | None], None]
 DOMAIN = "baton"
 KEEPALIVE_S = 1.0
-_OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
-    ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.http2.ping_timeout_ms", 2000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-]
+ANSWER_S = 2.0  # for one of our own processes to answer a ping
+CLIENT_ANSWER_S = 20.0  # for anybody else's, as gRPC has it: a client that is busy, suspended or behind a port-forward is not lost
+
+
+def _pings(answer_s: float) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+        ("grpc.keepalive_timeout_ms", int(answer_s * 1000)),
+        ("grpc.http2.ping_timeout_ms", int(answer_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
 NO_PROXY = ("grpc.enable_http_proxy", 0)  # ignores the environment: there is no proxy between processes of one cluster
 CHANNEL_OPTIONS = [
-    *_OPTIONS,
+    *_pings(ANSWER_S),
     NO_PROXY,
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1000),  # also the time a connection may take to come up: a busy or distant peer is not a lost one
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_receive_message_length", 64 << 20),
 ]
-SERVER_OPTIONS = [
-    *_OPTIONS,
+SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", 200),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
     ("grpc.http2.max_ping_strikes", 0),
@@ -64,12 +70,14 @@ class Server:
         check: Check | None = None,
         age_s: float | None = None,
         admit: Admit | None = None,
+        answer_s: float = ANSWER_S,
     ) -> None:
         """`stall_s`: how long a response stream may wait for its client to read; None: for ever. `check` gets the bytes of a request before
         they are parsed; a BatonError that it raises becomes the answer. `age_s`: after this time a client is told to connect again, and its
         running calls finish on the old connection; None: never. `admit` gets the `authorization` of every call and raises a BatonError for
-        one that is refused. Raises ConfigError for a certificate that cannot be used."""
-        options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
+        one that is refused. `answer_s`: a client that does not answer a ping for so long is lost. Raises ConfigError for a certificate that
+        cannot be used."""
+        options = [*_pings(answer_s), *SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
         if age_s is not None:
             options.append(("grpc.max_connection_age_ms", int(age_s * 1000)))
         self._edge = Edge(stall_s, check, admit)

@@ -1,7 +1,9 @@
 """gRPC as our processes use it: every reason survives the wire, foreign errors are classified, and no failure looks like a success."""
 
 import asyncio
+import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,9 +22,11 @@ from baton.client import to_error as client_error
 from baton.cluster.address import target
 from baton.cluster.config import ClusterConfig, Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason, Violation
-from baton.cluster.rpc import Answering, Context, Server, Tasks, abort, channel, to_error, to_status
+from baton.cluster.rpc import CLIENT_ANSWER_S, Answering, Context, Server, Tasks, abort, channel, to_error, to_status
 from baton.v1 import generation_pb2, generation_pb2_grpc, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
+
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Scripted(worker_pb2_grpc.KvExchangeServicer):
@@ -63,6 +67,40 @@ async def failure(address: str, timeout_s: float = 5.0) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await ask(address, timeout_s)
     return caught.value
+
+
+SUSPENDED = """
+import sys
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+with grpc.insecure_channel(sys.argv[1], [("grpc.enable_http_proxy", 0)]) as channel:
+    try:
+        for told in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60):
+            print(told.status, flush=True)
+    except grpc.RpcError as error:
+        print(error.code().name, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("answer_s", "told"), [(CLIENT_ANSWER_S, str(NOT_SERVING)), (0.2, "UNAVAILABLE")], ids=["as clients", "shorter"])
+async def test_a_client_that_is_suspended_for_seconds_is_not_lost(answer_s: float, told: str) -> None:
+    server = Server(Config(), 1 << 20, answer_s=answer_s)
+    await server.health.set("", health_pb2.HealthCheckResponse.SERVING)
+    address = server.bind(0)
+    await server.start()
+    client = await asyncio.create_subprocess_exec(sys.executable, "-c", SUSPENDED, address, stdout=asyncio.subprocess.PIPE)
+    assert client.stdout is not None
+    try:
+        assert int(await asyncio.wait_for(client.stdout.readline(), 60)) == health_pb2.HealthCheckResponse.SERVING
+        client.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(3.5)  # the ping of a second, and more than one of our own processes would have to answer it
+        client.send_signal(signal.SIGCONT)
+        await server.health.set("", NOT_SERVING)
+        assert (await asyncio.wait_for(client.stdout.readline(), 60)).decode().strip() == told
+    finally:
+        client.kill()
+        await client.wait()
+        await server.stop(None)
 
 
 MESSAGES = ["no", "", "line\nbreak and percent % 20", "Grüße 👩‍👩‍👧 \x00", "long " * 400]
