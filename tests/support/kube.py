@@ -104,7 +104,7 @@ class Release:
         def there() -> bool:
             return all(len(self.ready(role)) == len(self.pods(role)) == size for role, size in sizes.items())
 
-        self.kube.wait(there, 180)
+        self.kube.wait(there, 400)  # a pod's request of a tenth of a core is all that it gets beside others that want both
 
     def helm(self, *arguments: str, **how: Any) -> str:
         return self.kube.run(self.kube.helm, "-n", self.namespace, *arguments, **how)
