@@ -44,6 +44,7 @@ from loadtest.window import Window
 WARM_UP_S, COOL_DOWN_S = 3.0, 1.0
 WARM = 20  # requests at once of each mix, before anything is measured: shapes of steps are compiled or captured when they are first met
 ANSWER_S = 60.0
+LONGEST = 9000  # tokens of a prompt and its output
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,9 @@ class Sizes:
 CHAT: Mapping[str, Any] = {"input": "500-3000", "output": "150"}
 LONG: Mapping[str, Any] = {"input": "4000-8000", "output": "64"}
 TALK: Mapping[str, Any] = {"input": "100-400", "output": "300"}
-SHARED: Mapping[str, Any] = {"input": "2000-3000", "output": "100", "hit_rate": 0.5, "prefix_tokens": 1024, "prefix_branching": 6}
+SHARED: Mapping[str, Any] = {"input": "2000-3000", "output": "100", "hit_rate": 0.4, "prefix_tokens": 1024, "prefix_branching": 6}
 DEVICE = Sizes(
-    LLAMA_8B, Amount((256, 512, 1024, 2048, 4096, 8000), (0.0, 0.5), (1, 4, 16, 64), (128, 1000, 3000), (4, 32), 48, 3, 60), 8192, 9000,
+    LLAMA_8B, Amount((256, 512, 1024, 2048, 4096, 8000), (0.0, 0.5), (1, 4, 16, 64), (128, 1000, 3000), (4, 32), 48, 3, 60), 8192, LONGEST,
     (
         Case("chat", 4, CHAT), Case("chat, more", 9, CHAT), Case("long", 1.5, LONG), Case("long, more", 3.5, LONG), Case("talk", 6, TALK),
         Case("talk, more", 14, TALK), Case("shared prefixes", 6, SHARED),
@@ -91,8 +92,10 @@ def settings(sizes: Sizes, folder: Path) -> dict[str, str]:
 
 
 def offer_of(case: Case, seconds: float) -> Offer:
-    load = Workload(duration_s=seconds, **case.load)
-    items, _ = load.items(case.rate, SEED)
+    load = Workload(duration_s=seconds, max_tokens=LONGEST, **case.load)
+    items, left_out = load.items(case.rate, SEED)
+    if left_out:
+        raise ValueError(f"{case.name}: requests were left out, {dict(left_out)}")
     times = [at for at, _ in zip(load.times(case.rate, SEED, items), items, strict=False)]
     return Offer(items, times, Window(seconds, WARM_UP_S, COOL_DOWN_S))
 

@@ -69,6 +69,15 @@ def test_what_a_worker_does_is_measured_and_then_predicted(tmp_path: Path) -> No
     assert judged == dict.fromkeys(("sheet", "fit"), not cell["void"]), "a machine too busy to send on time says nothing"
 
 
+def test_every_case_for_a_device_asks_for_what_its_mix_says() -> None:
+    import gpu_predict
+
+    for case in gpu_predict.DEVICE.cases:
+        least, most = map(int, case.load["input"].split("-"))
+        lengths = [len(item.tokens) for item in gpu_predict.offer_of(case, gpu_predict.DEVICE.seconds).items]
+        assert len(lengths) > 10 and least <= min(lengths) and (least + most) / 2 < max(lengths) <= most, case.name
+
+
 def test_an_error_of_a_prediction_is_a_share_of_what_was_measured() -> None:
     import gpu_predict
 
