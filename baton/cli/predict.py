@@ -18,6 +18,7 @@ from baton.cluster.config import Config
 from baton.cluster.main import read_arguments
 from baton.engine.facts.fields import CheckpointError
 from baton.plan.hardware import DEVICES, MEASURED
+from baton.plan.pools import Kind, sized
 from baton.plan.shape import shape_of
 from baton.plan.sheet import profile_of as of_sheet
 from baton.profile.file import Profile
@@ -52,6 +53,9 @@ class Profiling:
     config: ConfigFiles = None
     to: Annotated[Path, typer.Option(help="File for the profile.")] = Path("profile.yaml")
     quick: Annotated[bool, typer.Option("--quick", help="Measure less, in a third of the time: wider intervals.")] = False
+    arrangements: Annotated[
+        str, typer.Option(help="What to measure: colocated needs one worker, split (handoffs) and pair (shared cores) need two.")
+    ] = "colocated,split,pair"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,8 @@ def profile(asked: Profiling, sheet: Sheet) -> None:
         numbers = ", ".join(f"{key} {value:.3g}" for key, value in fitted.values.items())
         table.add_row(name, numbers, f"{fitted.error:.1%}", str(fitted.rows or "assumed"))
     out.print(table)
+    if missing := ", ".join(made.unmeasured):
+        out.print(f"Not measured, and so without a time: {missing}", markup=False, soft_wrap=True)
     err.print(f"profile {asked.to}", markup=False, soft_wrap=True)
 
 
@@ -120,7 +126,8 @@ def _from_sheet(sheet: Sheet) -> Profile:
     if sheet.model is None:
         raise ValueError("model: goes with --sheet")
     try:
-        return of_sheet(shape_of(sheet.model), DEVICES[sheet.sheet], MEASURED, devices=sheet.gpus)
+        shape, device = shape_of(sheet.model), DEVICES[sheet.sheet]
+        return sized(of_sheet(shape, device, MEASURED, devices=sheet.gpus), Kind(device, sheet.gpus), shape)
     except (CheckpointError, KeyError) as error:
         raise ValueError(f"model: {error.args[0]}") from None
 
@@ -161,7 +168,9 @@ def _measured(asked: Profiling, sheet: Sheet) -> Profile:
     load = os.getloadavg()[0]
     if load > 1:
         err.print(f"the machine is busy (load {load:.1f}): what is measured now is too slow", style="yellow", markup=False)
-    found = asyncio.run(measure(keys, amount, chunk, lambda line: err.print(line, markup=False)))
+    only = [name.strip() for name in asked.arrangements.split(",")]
+    keys["engine.max_num_batched_tokens"] = str(chunk)
+    found = asyncio.run(measure(keys, amount, chunk, lambda line: err.print(line, markup=False), only))
     engine = {name: value for name, value in config.engine.model_dump().items() if value is not None and name in ENGINE}
     return profile_of(found, Path(config.model.path).name, engine, amount, chunk)
 

@@ -14,7 +14,7 @@ waits while there are as many groups (`formulae.pipeline_bubble` says what fewer
 """
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
 from statistics import fmean, pvariance
@@ -24,10 +24,12 @@ from baton.plan.hardware import Device, Efficiency
 from baton.plan.shape import Shape
 from baton.plan.sheet import HANDOFF_S, ROUTER, step_numbers
 from baton.plan.size import RESERVE
-from baton.plan.traffic import Traffic
+from baton.plan.traffic import BLOCK, Traffic
+from baton.profile.file import Profile
 from baton.profile.models import Work, step_seconds, works_of_prompt
 
 CHUNK, MOST_SEQUENCES = 8192, 256  # of a step, as the engine's defaults on large GPUs
+SMALL_CHUNK, LARGE = 2048, 64 << 30  # the default below so many bytes of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,17 @@ def kv_room(kind: Kind, shape: Shape) -> float:
 def kv_blocks(kind: Kind, shape: Shape, tokens: int) -> int:
     """Blocks of so many tokens in that room, with the copies of KV that its GPUs keep."""
     return int(kv_room(kind, shape) / (shape.kv_bytes(kind.kv_bits / 8) * shape.kv_copies(kind.tensor) * tokens))
+
+
+def sized(profile: Profile, kind: Kind, shape: Shape) -> Profile:
+    """A sheet's profile with what a worker of this kind chooses for itself: the sizes of its batches and of its pool. Raises ValueError if
+    there is no room for KV."""
+    blocks = kv_blocks(kind, shape, BLOCK)
+    if blocks < 1:
+        raise ValueError(f"{kind.gpus} x {kind.device.name} have no room for KV beside the weights of {shape.name}")
+    chunk = CHUNK if kind.device.memory >= LARGE else SMALL_CHUNK
+    chosen = {"max_num_seqs": MOST_SEQUENCES, "max_num_batched_tokens": chunk, "block_size": BLOCK, "kv_blocks": blocks}
+    return replace(profile, engine={**profile.engine, **chosen})
 
 
 @dataclass(frozen=True, slots=True)

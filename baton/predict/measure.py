@@ -5,8 +5,9 @@
     split       one prefill and one decode worker: handoffs, by the bytes of their KV
     pair        two workers that do both, alone and at once: how two busy cores slow each other
 
-Processor time of router, workers and this process is what the system has counted, less what they use at rest. The machine must do nothing
-else; `load` in the profile says whether it did.
+Each needs as many cores or GPUs as it has workers, and may be left out: the profile then has no model of what it would have told, and says
+so. Processor time of router, workers and this process is what the system has counted, less what they use at rest. The machine must do
+nothing else; `load` in the profile says whether it did.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from loadtest.campaign import this_machine
 from loadtest.cluster import RunningCluster
 
+ARRANGEMENTS = ("colocated", "split", "pair")
 Rows = list[tuple[Mapping[str, float], float]]
 STEP = ("path", "step", "tokens", "pairs", "decodes", "context", "mixed")
 FIRST_ID, VOCAB = 10, 256
@@ -131,9 +133,15 @@ class Measured:
     facts: dict[str, int] = field(default_factory=dict)
 
 
-async def measure(settings: Mapping[str, str], amount: Amount, chunk: int, note: Note = lambda line: None) -> Measured:
-    """`settings`: the configuration, as `section.key`, but the sizes of the pools. `chunk`: tokens of a step. Raises ClusterError,
-    GenerateError."""
+async def measure(
+    settings: Mapping[str, str], amount: Amount, chunk: int, note: Note = lambda line: None, only: Collection[str] = ARRANGEMENTS
+) -> Measured:
+    """`settings`: the configuration, as `section.key`, but the sizes of the pools. `chunk`: tokens of a step. `only`: of ARRANGEMENTS.
+    Raises ValueError for one that there is not, or without "colocated", which tells the steps; ClusterError, GenerateError."""
+    if unknown := sorted(set(only) - set(ARRANGEMENTS)):
+        raise ValueError(f"arrangements: {unknown[0]} is none of {', '.join(ARRANGEMENTS)}")
+    if "colocated" not in only:
+        raise ValueError("arrangements: colocated is missing: it is what tells how long steps take")
     found = Measured()
     arrangements: tuple[tuple[str, int, int, Callable[[Asker, Processes], Awaitable[None]]], ...] = (
         ("colocated", 0, 1, lambda asker, processes: _colocated(found, asker, processes, amount, chunk)),
@@ -141,6 +149,8 @@ async def measure(settings: Mapping[str, str], amount: Amount, chunk: int, note:
         ("pair", 0, 2, lambda asker, processes: _pair(found, asker, amount)),
     )
     for name, prefill, decode, work in arrangements:
+        if name not in only:
+            continue
         note(f"{name}: {prefill} prefill and {decode} decode workers")
         sizes = {"prefill.replicas": str(prefill), "decode.replicas": str(decode), "router.bypass_tokens": "0"}
         async with _running({**settings, **sizes}, found) as (asker, processes):
@@ -162,7 +172,7 @@ async def _running(settings: Mapping[str, str], found: Measured) -> AsyncIterato
 
 
 async def measure_one(endpoints: Mapping[str, str], amount: Amount, chunk: int) -> Measured:
-    """Of a cluster that runs already, with one worker that does both: nothing about handoffs, starts, and cores that are shared."""
+    """`colocated` alone, on a cluster that runs already: nothing about handoffs, starts, and cores that are shared."""
     found = Measured()
     async with AsyncClient(endpoints["grpc"], max_resumes=0) as client:
         processes = Processes.of(endpoints["admin"])

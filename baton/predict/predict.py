@@ -156,7 +156,14 @@ def doubts(setting: Setting, profile: Profile, offer: Offer) -> tuple[str, ...]:
     found = [*setting.unknown, *profile.outside(setting.asked | offer.asked)]
     if profile.source != "measured":
         found.append(f"nothing was measured: the profile is from the {profile.source}")
+    elif missing := [name for name in _needed(setting) if name in profile.unmeasured]:
+        found.append(f"not measured, and so without a time: {', '.join(missing)}")
     return tuple(found)
+
+
+def _needed(setting: Setting) -> list[str]:
+    """Models that not every cluster has an occasion for."""
+    return [*(["handoff"] if setting.sizes.prefill else []), *(["sharing"] if setting.cores is not None else [])]
 
 
 def _summary(done: Run, offer: Offer, slo: Slo) -> Summary:

@@ -75,11 +75,19 @@ class Profile:
                 found.append(f"{name} {value:g} (measured: {least:g} to {most:g})")
         return found
 
+    @property
+    def unmeasured(self) -> tuple[str, ...]:
+        """Names of the models that it does not have: what they would tell takes no time."""
+        return tuple(name for name in NUMBERS if name not in self.models)
+
+    def plain(self) -> dict[str, Any]:
+        """What a file of it contains, as `read` takes it."""
+        content = {"version": VERSION, **{name: _plain(getattr(self, name)) for name in FIELDS}}
+        return content | {"models": {name: _written(fitted) for name, fitted in self.models.items()}}
+
     def save(self, path: Path) -> None:
         """Raises OSError."""
-        content = {"version": VERSION, **{name: _plain(getattr(self, name)) for name in FIELDS}}
-        content["models"] = {name: _written(fitted) for name, fitted in self.models.items()}
-        path.write_text(yaml.safe_dump(content, sort_keys=False, width=110))
+        path.write_text(yaml.safe_dump(self.plain(), sort_keys=False, width=110))
 
     @classmethod
     def load_file(cls, path: Path) -> Self:
@@ -90,17 +98,18 @@ class Profile:
             raise ProfileError(f"{path}: {error.strerror or error}") from None
         except (yaml.YAMLError, UnicodeDecodeError):
             raise ProfileError(f"{path}: is not YAML") from None
-        if not isinstance(content, dict) or content.get("version") != VERSION:
-            raise ProfileError(f"{path}: version: is not {VERSION}")
         try:
-            return cls._read(content)
+            return cls.read(content)
         except KeyError as error:
             raise ProfileError(f"{path}: {error.args[0]}: is missing") from None
         except (TypeError, ValueError, AttributeError) as error:
             raise ProfileError(f"{path}: {error}") from None
 
     @classmethod
-    def _read(cls, content: Mapping[str, Any]) -> Self:
+    def read(cls, content: Any) -> Self:
+        """Raises KeyError, TypeError, ValueError and AttributeError for what is no profile."""
+        if not isinstance(content, dict) or content.get("version") != VERSION:
+            raise ValueError(f"version: is not {VERSION}")
         if unknown := sorted(set(content) - {"version", "models", *FIELDS}):
             raise ValueError(f"{unknown[0]}: is no field of a profile")
         if content["form"] not in ("sum", "roof"):

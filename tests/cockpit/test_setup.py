@@ -64,7 +64,8 @@ def test_sizes_are_those_that_are_set() -> None:
 def test_a_measured_profile_is_used_and_no_doubt_is_left(tmp_path: Path) -> None:
     step = {"step": 2e-3, "read": 0.0, "tokens": 5e-5, "pairs": 1e-8, "decodes": 3e-4, "context": 1e-7, "mixed": 0.0}
     file = tmp_path / "profile.yaml"
-    Profile("measured", "a processor", "m", {"kv_blocks": 99}, 6144.0, "sum", {"step": Fitted(step)}).save(file)
+    models = {"step": Fitted(step), "handoff": Fitted({"base": 0.004, "byte": 1e-9})}
+    Profile("measured", "a processor", "m", {"kv_blocks": 99}, 6144.0, "sum", models).save(file)
     told = made(file, by="profile")
     assert told.doubts == () and told.setting.sizes.kv_blocks == 99 and told.profile.model == "m"
     assert told.times.pace(Work(decodes=2)) == pytest.approx(2e-3 + 2 * 3e-4)

@@ -9,6 +9,9 @@ from typer.testing import CliRunner
 
 from baton.cli.main import app
 from baton.cluster.config import Config
+from baton.plan.hardware import DEVICES
+from baton.plan.pools import Kind, sized
+from baton.plan.shape import KNOWN
 from baton.predict.measure import QUICK, Measured, Rows, profile_of
 from baton.predict.predict import Offer, doubts, interval, predict, run
 from baton.predict.setting import setting_of
@@ -87,6 +90,36 @@ def test_what_was_not_measured_is_said_first() -> None:
     assert warned.warning.startswith("Outside of what was validated: prompt tokens")
     guessing = setting_of(config(1, 1, engine={"speculation": "prompt_lookup"}, tiers={"memory_mib": 8}), PROFILE)
     assert len(doubts(guessing, PROFILE, offer())) == 2
+
+
+def test_a_model_that_was_not_measured_is_said_where_it_would_count() -> None:
+    alone = replace(PROFILE, models={name: PROFILE.models[name] for name in ("step", "router", "client")})
+    assert alone.unmeasured == ("handoff", "worker", "path", "start", "sharing")
+    assert doubts(setting_of(config(0, 1), alone), alone, offer()) == ()
+    (told,) = doubts(setting_of(config(1, 1), alone, cores=2), alone, offer())
+    assert told == "not measured, and so without a time: handoff, sharing"
+    assert Profile.read(alone.plain()) == alone
+
+
+@pytest.mark.parametrize(("only", "words"), [("colocated,alone", "alone is none of"), ("split,pair", "colocated is missing")])
+def test_a_profile_needs_arrangements_that_there_are(only: str, words: str, tmp_path: Path) -> None:
+    asked = ["profile", "--model", str(tmp_path), "--arrangements", only, "--to", str(tmp_path / "p.yaml")]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 2 and words in " ".join(result.output.split())
+
+
+def test_a_worker_of_a_sheet_has_the_sizes_that_it_would_choose(tmp_path: Path) -> None:
+    made, invoke = tmp_path / "p.yaml", CliRunner().invoke
+    sizes = {}
+    for device in ("h200", "a10"):
+        assert invoke(app, ["profile", "--sheet", device, "--model", "llama-3.1-8b", "--to", str(made)]).exit_code == 0
+        profile = Profile.load_file(made)
+        sizes[device] = setting_of(config(0, 1), profile).sizes
+    assert sizes["h200"].max_num_seqs == sizes["a10"].max_num_seqs == 256
+    assert (sizes["h200"].max_num_batched_tokens, sizes["a10"].max_num_batched_tokens) == (8192, 2048)
+    assert 50_000 < sizes["h200"].kv_blocks < 56_000 and 2000 < sizes["a10"].kv_blocks < 3000, "beside 16 GB of weights"
+    with pytest.raises(ValueError, match="no room for KV"):
+        sized(PROFILE, Kind(replace(DEVICES["a10"], memory=17e9)), KNOWN["llama-3.1-8b"])
 
 
 def test_batches_form_as_the_engine_is_configured() -> None:
