@@ -22,29 +22,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from machine import describe
 from parts import SHAPE
+from predicting import JUDGED, TAIL, Judged, drive_measured, errors_of, idle, judged, middle, objectives, offer_of
 
 from baton.cluster import config_layers
 from baton.models.make_small import make
 from baton.predict.measure import QUICK, Amount, measure, profile_of
-from baton.predict.predict import FIGURES, Offer, Prediction, predict
+from baton.predict.predict import FIGURES, Prediction, predict
 from baton.predict.setting import Setting, setting_of
 from baton.profile.file import Profile
-from baton.profile.models import NUMBERS, Work, step_seconds, works_of_prompt
 from loadtest.cluster import RunningCluster
-from loadtest.drive import Run, drive
-from loadtest.grpc_door import GrpcDoor
 from loadtest.plan import Workload
 from loadtest.slo import Slo
 from loadtest.summary import Summary, summarise
 from loadtest.window import Window
 
 TALE = Path(__file__).parent.parent / "baton" / "models" / "tale"
-CORES, CHUNK, WARM_UP_S, COOL_DOWN_S, SEED = 2, 512, 2.0, 2.0, 1
-JUDGED = ("goodput (/s)", "TTFT P50 (ms)", "TTFT P99 (ms)", "TPOT P50 (ms)", "hit rate")
-TAIL = "TTFT P99 (ms)"
+CORES, CHUNK, WARM_UP_S, COOL_DOWN_S = 2, 512, 2.0, 2.0
 TTFT_TIMES, TPOT_TIMES = 2.5, 2.0  # objectives, in times of an idle cluster
 SMALL_MIB, SMALL_LEN = {"tale": 12, "30m": 48}, 2048  # a pool of 3,072 tokens, by model, and its longest sequence
 
@@ -97,17 +92,9 @@ class Outcome:
     measured: Summary
     predicted: Prediction
 
-    def pairs(self) -> Iterable[tuple[str, float, Any]]:
-        """Figure, measured, predicted. One that is 0 in both, as the hit rate where nothing is shared, is no case."""
-        for name in JUDGED:
-            value, told = FIGURES[name](self.measured), self.predicted.figures.get(name)
-            if value is not None and told is not None and (value or told.value):
-                yield name, value, told
-
-
-def error(value: float, told: float) -> float:
-    """Of a prediction, as a share of what was measured; a whole one, if nothing was."""
-    return told / value - 1 if value else 1.0
+    def judged(self) -> Iterable[Judged]:
+        told = {name: (each.value, each.low, each.high) for name, each in self.predicted.figures.items()}
+        return judged(f"{self.model} {self.case.name}", {name: FIGURES[name](self.measured) for name in JUDGED}, told)
 
 
 def settings_of(model: Path, case: Case) -> dict[str, str]:
@@ -122,31 +109,12 @@ def setting(model: Path, case: Case, profile: Profile) -> Setting:
     return setting_of(config_layers.load(env={}, flags=settings_of(model, case)).config, profile, CORES)
 
 
-def idle(profile: Profile, prompt: int, output: int, chunk: int = CHUNK) -> tuple[float, float, float]:
-    """TTFT, TPOT, and processor seconds of one request alone."""
-    step = dict(profile.values("step"))
-    prefill = sum(step_seconds(step, profile.form, work) for work in works_of_prompt(prompt, 0, chunk))
-    decode = step_seconds(step, profile.form, Work(decodes=1, context=prompt + output // 2))
-    cost = {name: profile.values(name) for name in ("router", "worker", "client")}
-    request, token = (sum(cost[name][of] for name in cost) for of in NUMBERS["router"])
-    first = profile.values("path")["request"] + prefill + request + token
-    return first, max(decode, token), prefill + output * (decode + token) + 2 * request
-
-
 def offered(case: Case, profile: Profile, seconds: float) -> tuple[Workload, float, Slo]:
     load = Workload(duration_s=seconds, **case.load)
-    least, _, most = load.input.partition("-")
-    prompt, output = (int(least) + int(most or least)) // 2, int(load.output)
-    first, token, spent = idle(profile, prompt, output)
-    slo = Slo(ttft_s=float(f"{first * TTFT_TIMES:.2g}"), tpot_s=float(f"{token * TPOT_TIMES:.2g}"))
+    prompt, output = middle(load.input), middle(load.output)
+    first, token, spent = idle(profile, prompt, output, CHUNK)
+    slo = objectives(first, token, TTFT_TIMES, TPOT_TIMES)
     return load, float(f"{case.share * CORES / spent:.2g}"), slo
-
-
-async def measured(address: str, offer: Offer, salt: str) -> Run:
-    async with GrpcDoor(address, salt) as door:
-        for tokens in (64, 200):
-            await door.ask([11] * tokens, 8, 30.0, lambda count: None)
-        return await drive(offer.items, offer.times, door, duration_s=offer.window.duration_s, timeout_s=offer.timeout_s)
 
 
 async def run_model(name: str, model: Path, cases: Sequence[Case], profile: Profile, seconds: float) -> AsyncIterator[Outcome]:
@@ -155,10 +123,8 @@ async def run_model(name: str, model: Path, cases: Sequence[Case], profile: Prof
         async with RunningCluster(settings_of(model, same[0]), "simulate") as endpoints:
             for case in same:
                 load, rate, slo = offered(case, profile, seconds)
-                items, _ = load.items(rate, SEED)
-                times = [at for at, _ in zip(load.times(rate, SEED, items), items, strict=False)]
-                offer = Offer(items, times, Window(seconds, WARM_UP_S, COOL_DOWN_S))
-                done = await measured(endpoints["grpc"], offer, f"{time.time_ns()}")
+                offer = offer_of(load, rate, Window(seconds, WARM_UP_S, COOL_DOWN_S))
+                done = await drive_measured(endpoints["grpc"], offer, f"{time.time_ns()}")
                 real = summarise(done.records, offer.window, slo, due=done.due)
                 told = await asyncio.to_thread(predict, setting(model, case, profile), profile, offer, slo)
                 yield Outcome(name, case, rate, slo, real, told)
@@ -166,8 +132,8 @@ async def run_model(name: str, model: Path, cases: Sequence[Case], profile: Prof
 
 def show(outcome: Outcome) -> None:
     cells = [
-        f"{name} {value:.3g} / {told.value:.3g} [{told.low:.3g}, {told.high:.3g}] {error(value, told.value):+.0%}"
-        for name, value, told in outcome.pairs()
+        f"{each.figure} {each.measured:.3g} / {each.value:.3g} [{each.low:.3g}, {each.high:.3g}] {each.error:+.0%}"
+        for each in outcome.judged()
     ]
     flaw = f"; VOID: {outcome.measured.void}" if outcome.measured.void else ""
     print(f"  {outcome.model} {outcome.case.name}, {outcome.rate:g}/s, {outcome.slo}{flaw}\n    " + "\n    ".join(cells), flush=True)
@@ -176,20 +142,9 @@ def show(outcome: Outcome) -> None:
 def judge(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Errors and covers by figure, and the pairs whose winner is called wrong."""
     sound = [outcome for outcome in outcomes if not outcome.measured.void]
-    errors: dict[str, list[float]] = {name: [] for name in JUDGED}
-    covered: list[bool] = []
-    for outcome in sound:
-        for name, value, told in outcome.pairs():
-            errors[name].append(abs(error(value, told.value)))
-            covered.append(told.low <= value <= told.high)
-    body = [error for name, found in errors.items() if name != TAIL for error in found]
-    table = {
-        name: {"cases": len(found), "median": float(np.median(found)), "p90": float(np.percentile(found, 90)), "worst": max(found)}
-        for name, found in {**errors, "all but TTFT P99": body}.items()
-        if found
-    }
+    found = errors_of(each for outcome in sound for each in outcome.judged())
     wrong = [told for told in (_winner(pair) for pair in _pairs(sound)) if told]
-    return {"errors": table, "covered": float(np.mean(covered)) if covered else None, "wrong": wrong, "void": len(outcomes) - len(sound)}
+    return {**found, "wrong": wrong, "void": len(outcomes) - len(sound)}
 
 
 def _pairs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Outcome]]:
@@ -212,7 +167,7 @@ def _winner(pair: tuple[Outcome, Outcome]) -> str:
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
     figures = {
-        name: {"measured": value, "predicted": told.value, "low": told.low, "high": told.high} for name, value, told in outcome.pairs()
+        each.figure: {"measured": each.measured, "predicted": each.value, "low": each.low, "high": each.high} for each in outcome.judged()
     }
     case = asdict(outcome.case) | {"rate": outcome.rate, "slo": str(outcome.slo)}
     return {"model": outcome.model, **case, "void": outcome.measured.void, "figures": figures, "doubts": outcome.predicted.doubts}

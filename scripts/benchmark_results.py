@@ -21,8 +21,8 @@ def load(name: str) -> dict[str, Any]:
     return found
 
 
-def source(name: str) -> str:
-    """The line below a table: file, machine, versions, commit, and what the run was given."""
+def source(name: str, root: str = "../..") -> str:
+    """The line below a table: file, machine, versions, commit, and what the run was given. `root`: of the repository, from the page."""
     found = load(name)
     given = [f"{key.replace('_', ' ')} {found[key]:.3g}" for key in GIVEN if key in found]
     peers = {
@@ -30,7 +30,7 @@ def source(name: str) -> str:
     }
     versions = [f"{peer} {version}" for peer, version in peers.items()]
     told = ", ".join([found["machine"], *given, *versions])
-    return wrapped(f"From [{name}.json](../../benchmarks/results/{name}.json): {told}.")
+    return wrapped(f"From [{name}.json]({root}/benchmarks/results/{name}.json): {told}.")
 
 
 def wrapped(text: str) -> str:

@@ -1,5 +1,5 @@
-"""The tables of docs/benchmarks.md and docs/benchmarks/: `python scripts/benchmark_tables.py` writes them from benchmarks/results/*.json,
-`--check` only compares. The aims of docs/benchmarks.md are in scripts/benchmark_aims.py."""
+"""The tables of docs/benchmarks.md and docs/benchmarks/, and those of predictions in docs/gpus.md: `python scripts/benchmark_tables.py`
+writes them from benchmarks/results/*.json, `--check` only compares. The aims of docs/benchmarks.md are in scripts/benchmark_aims.py."""
 
 import re
 import sys
@@ -12,12 +12,12 @@ from typing import Any
 from benchmark_aims import other_aims, peers_aims
 from benchmark_handoff import handoff, handoff_kv
 from benchmark_planner import planner
-from benchmark_predictions import predicted, predictions
+from benchmark_predictions import gpu_predicted, gpu_predictions, predicted, predictions
 from benchmark_results import RESULTS, load, markdown, middle, number, source, spread
 from benchmark_tiers import tiers
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGES = [DOCS / "benchmarks.md", *sorted((DOCS / "benchmarks").glob("*.md"))]
+PAGES = [DOCS / "benchmarks.md", DOCS / "gpus.md", *sorted((DOCS / "benchmarks").glob("*.md"))]
 BLOCK = re.compile(
     r"(?P<begin><!-- table: (?P<name>[\w-]+), written by scripts/benchmark_tables\.py -->)\n.*?(?P<end><!-- end of table -->)", re.DOTALL
 )
@@ -452,21 +452,27 @@ TABLES |= {
 TABLES |= {make.__name__: ("speculation", make) for make in (speculation, acceptance, speculation_peers)}
 TABLES |= {make.__name__: ("stores", make) for make in (stores, reopened)}
 TABLES |= {make.__name__: ("simulate", make) for make in (predictions, predicted)}
+GPU = "gpu_predict-h200"
+TABLES |= {"gpu-predictions": (GPU, lambda: gpu_predictions(GPU)), "gpu-predicted": (GPU, lambda: gpu_predicted(GPU))}
+AWAITED = {GPU}  # results that a machine which is not always there will bring
 # Those of docs/benchmarks.md, which are made of many files.
 AIMS: dict[str, Callable[[], str]] = {"peers-aims": peers_aims, "aims": other_aims}
 
 
-def block(name: str) -> str:
-    """The table and, below it, what it is made of. Raises KeyError for a name that is not in TABLES or AIMS."""
+def block(name: str, root: str = "../..") -> str:
+    """The table and, below it, what it is made of. `root`: of the repository, from the page. Raises KeyError for a name that is not in
+    TABLES or AIMS."""
     if name in AIMS:
         return AIMS[name]()
     results, make = TABLES[name]
-    return f"{make()}\n\n{source(results)}"
+    if results in AWAITED and not (RESULTS / f"{results}.json").is_file():
+        return "Not measured yet."
+    return f"{make()}\n\n{source(results, root)}"
 
 
-def page(text: str) -> str:
+def page(text: str, root: str = "../..") -> str:
     """The page with current tables."""
-    return BLOCK.sub(lambda match: f"{match['begin']}\n\n{block(match['name'])}\n\n{match['end']}", text)
+    return BLOCK.sub(lambda match: f"{match['begin']}\n\n{block(match['name'], root)}\n\n{match['end']}", text)
 
 
 def misplaced(texts: Iterable[str]) -> list[str]:
@@ -478,7 +484,7 @@ def misplaced(texts: Iterable[str]) -> list[str]:
 def main() -> None:
     if wrong := misplaced(path.read_text() for path in PAGES):
         sys.exit(f"not on exactly one page: {', '.join(wrong)}")
-    stale = {path: new for path in PAGES if (new := page(text := path.read_text())) != text}
+    stale = {path: new for path in PAGES if (new := page(text := path.read_text(), ".." if path.parent == DOCS else "../..")) != text}
     if "--check" in sys.argv[1:]:
         if stale:
             names = ", ".join(path.name for path in stale)
