@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 
@@ -37,6 +38,7 @@ STEP = ("path", "step", "tokens", "pairs", "decodes", "context", "mixed")
 FIRST_ID, VOCAB = 10, 256
 TIMEOUT_S = 60.0
 LEAST_S = 1e-5  # of a difference that is fitted
+LEAST_PROMPT, PACED = 16, 160  # tokens of a prompt that takes no time, and of an answer that takes much
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ class Measured:
     handoffs: list[tuple[int, int, float]] = field(default_factory=list)  # context, bytes, seconds from the first token to the second
     starts: list[float] = field(default_factory=list)
     pairs: list[float] = field(default_factory=list)
+    paces: list[tuple[float, float]] = field(default_factory=list)  # seconds of a token that decodes, alone and with another on two workers
     facts: dict[str, int] = field(default_factory=dict)
 
 
@@ -281,7 +284,7 @@ async def _costs(found: Measured, asker: Asker, processes: Processes, amount: Am
 
 
 async def _pair(found: Measured, asker: Asker, amount: Amount) -> None:
-    """Prompts for one worker alone, and for both at once."""
+    """Prompts, and then answers, for one worker alone and for both at once."""
     tokens = amount.prompts[-1]
 
     async def several() -> None:
@@ -295,6 +298,12 @@ async def _pair(found: Measured, asker: Asker, amount: Amount) -> None:
             await asyncio.gather(*(several() for _ in range(streams)))
             times.append(time.perf_counter() - began)
         found.pairs.append(min(1.0, times[0] / times[1]))
+    for _ in range(amount.repeats):
+        paces = []
+        for streams in (1, 2):
+            heard = await asyncio.gather(*(asker.ask(asker.prompt(LEAST_PROMPT), PACED) for _ in range(streams)))
+            paces.append(mean((each.times[-1] - each.times[0]) / (PACED - 1) for each in heard))
+        found.paces.append((paces[0], paces[1]))
 
 
 def _sum(works: Sequence[Work]) -> dict[str, float]:
@@ -336,8 +345,7 @@ def profile_of(found: Measured, model: str, engine: Mapping[str, object], amount
     if found.starts:
         models["start"] = Fitted({"base": median(found.starts)}, (), 0.1, len(found.starts), "from `baton up` to the first answer")
     if found.pairs:
-        pairs = [{"pair": each} for each in found.pairs]
-        models["sharing"] = Fitted({"pair": median(found.pairs)}, tuple(pairs), 0.0, len(pairs), "prompts on one worker and on two")
+        models["sharing"] = _sharing(found, sum(costs[name].values["token"] for name in costs))
     region = {
         "prompt tokens": (1.0, float(amount.prompts[-1])),
         "output tokens": (1.0, 160.0),
@@ -348,6 +356,17 @@ def profile_of(found: Measured, model: str, engine: Mapping[str, object], amount
     cores = f"{machine['processor']}, {machine['cores']} cores"
     about = {"commit": _commit(), "when": str(machine["when"]), "load": machine["load_before"]}
     return Profile("measured", cores, model, {**engine, **found.facts, "max_num_batched_tokens": chunk}, kv, "sum", models, region, **about)
+
+
+def _sharing(found: Measured, token: float) -> Fitted:
+    """`token`: what router, worker and client compute for one. While two workers decode, no core is left for that, so it is a part of
+    what a token then takes."""
+    pairs = found.pairs
+    decodes = [min(1.0, alone / max(alone, both - token)) for alone, both in found.paces]
+    each = product(pairs, decodes) if decodes else ((pair, 0.0) for pair in pairs)
+    draws = tuple({"pair": pair, "decode": decode} for pair, decode in each)
+    values = {"pair": median(pairs), "decode": median(decodes) if decodes else 0.0}
+    return Fitted(values, draws, 0.0, len(pairs) + len(decodes), "prompts, and answers, on one worker and on two")
 
 
 def _beside_steps(handoffs: Sequence[tuple[int, int, float]], step: Fitted) -> Rows:

@@ -2,28 +2,36 @@
 
 `Cores.work` is processor sharing (Kleinrock, "Time-shared systems: a theoretical treatment", 1967): while k jobs are busy on c cores, each
 goes on at min(1, c / k) of its speed, which is what a fair scheduler of an operating system comes to over more than a time slice. Busy
-cores also slow each other, since they share caches, memory and the clock: `pair` is how fast two go that are both busy, in shares of one
-alone. A thread does one thing after the other (`Thread`).
+cores also slow each other, since they share caches, memory and the clock, and some work more than other: `pair` is how fast each of two
+goes that do the same and are both busy, in shares of one alone. A thread does one thing after the other (`Thread`).
 """
 
 import asyncio
-import heapq
 from collections import deque
-from itertools import count
+from dataclasses import dataclass
 from typing import Protocol
+
+ROUNDING_S = 1e-12  # what may be missing of a job that has had its time
 
 
 class Computes(Protocol):
-    async def work(self, seconds: float) -> None:
-        """Returns when so much processor time has been used."""
+    async def work(self, seconds: float, pair: float | None = None) -> None:
+        """Returns when so much processor time has been used. `pair`: of this work, if it is not that of all others."""
 
 
 class Own:
     """A core for everybody: nobody waits."""
 
-    async def work(self, seconds: float) -> None:
+    async def work(self, seconds: float, pair: float | None = None) -> None:
         if seconds > 0:
             await asyncio.sleep(seconds)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    left: float  # seconds of a core alone
+    pair: float
+    done: asyncio.Future[None]
 
 
 class Cores:
@@ -32,41 +40,41 @@ class Cores:
         if cores < 1 or not 0 < pair <= 1:
             raise ValueError(f"{cores} cores at a speed of {pair}: there is at least one, at a speed above 0 and at most 1")
         self._cores, self._pair = cores, pair
-        self._jobs: list[tuple[float, int, asyncio.Future[None]]] = []  # (end, in work that each job has had since the start; order; who)
-        self._had = 0.0  # work that each busy job has had since the start
-        self._at = 0.0  # when `_had` was that
-        self._numbers = count()
+        self._jobs: list[_Job] = []  # as they came: there are few, and each goes at a speed of its own
+        self._at = 0.0  # until when what is left has been counted
         self._timer: asyncio.TimerHandle | None = None
 
-    async def work(self, seconds: float) -> None:
+    async def work(self, seconds: float, pair: float | None = None) -> None:
+        """Raises ValueError as the constructor does."""
         if seconds <= 0:
             return
+        pair = self._pair if pair is None else pair
+        if not 0 < pair <= 1:
+            raise ValueError(f"a speed of {pair}: it is above 0 and at most 1")
         loop = asyncio.get_running_loop()
         self._pass(loop.time())
-        job = self._had + seconds, next(self._numbers), loop.create_future()
-        heapq.heappush(self._jobs, job)
+        job = _Job(seconds, pair, loop.create_future())
+        self._jobs.append(job)
         self._arm(loop)
         try:
-            await job[2]
+            await job.done
         except asyncio.CancelledError:
             self._pass(loop.time())
             if job in self._jobs:
                 self._jobs.remove(job)
-                heapq.heapify(self._jobs)
             self._arm(loop)
             raise
 
-    @property
-    def _speed(self) -> float:
-        """Of each job."""
+    def _speed(self, job: _Job) -> float:
         busy = len(self._jobs)
         used = min(busy, self._cores)
-        slowed = 1 - (1 - self._pair) * (used - 1) / (self._cores - 1) if self._cores > 1 and used > 1 else 1.0
+        slowed = 1 - (1 - job.pair) * (used - 1) / (self._cores - 1) if used > 1 else 1.0
         return slowed * used / busy
 
     def _pass(self, now: float) -> None:
-        if self._jobs:
-            self._had += (now - self._at) * self._speed
+        passed = now - self._at
+        for job in self._jobs:
+            job.left -= passed * self._speed(job)
         self._at = now
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -74,15 +82,17 @@ class Cores:
             self._timer.cancel()
             self._timer = None
         if self._jobs:
-            self._timer = loop.call_at(self._at + max(0.0, self._jobs[0][0] - self._had) / self._speed, self._due, loop)
+            first, after = min(((job, max(0.0, job.left) / self._speed(job)) for job in self._jobs), key=lambda each: each[1])
+            self._timer = loop.call_at(self._at + after, self._due, loop, first)
 
-    def _due(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _due(self, loop: asyncio.AbstractEventLoop, first: _Job) -> None:
         self._pass(loop.time())
-        self._had = max(self._had, self._jobs[0][0])  # the timer was for this one: rounding must not leave it a moment short
-        while self._jobs and self._jobs[0][0] <= self._had:
-            _, _, future = heapq.heappop(self._jobs)
-            if not future.done():
-                future.set_result(None)
+        first.left = 0.0  # the timer was for this one: rounding must not leave it a moment short
+        ended = [job for job in self._jobs if job.left <= ROUNDING_S]
+        self._jobs = [job for job in self._jobs if job.left > ROUNDING_S]
+        for job in ended:
+            if not job.done.done():
+                job.done.set_result(None)
         self._timer = None
         self._arm(loop)
 

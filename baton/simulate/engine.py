@@ -60,9 +60,14 @@ class ProfiledPace:
 
     def __init__(self, profile: Profile) -> None:
         self.numbers, self._form = profile.values("step"), profile.form
+        self._pair = profile.values("sharing")["decode"] or None
 
     def __call__(self, work: Work) -> float:
         return step_seconds(self.numbers, self._form, work)
+
+    def pair(self, work: Work) -> float | None:
+        """For `Cores.work`."""
+        return None if work.tokens else self._pair
 
     def decodes(self, decodes: int, context: int, steps: int) -> list[float]:
         return decode_seconds(self.numbers, self._form, decodes, context, steps)
@@ -83,9 +88,12 @@ class ModelledRunner:
         self.layout = KvLayout("model", "int8", block_size, 1, 1, 1)
         self.pool = KvPool(self.layout, num_blocks)
         self.step_s = 0.0  # of the last step
+        self.pair: float | None = None  # of the last step, for `Cores.work`
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
-        self.step_s = self.pace(work_of(batch))
+        work = work_of(batch)
+        self.step_s = self.pace(work)
+        self.pair = self.pace.pair(work) if isinstance(self.pace, ProfiledPace) else None
         return [(Sampled(len(chunk.seq.tokens) % VOCABULARY),) if chunk.samples else () for chunk in batch]
 
     def decodes(self, decodes: int, context: int, steps: int) -> list[float]:
@@ -266,7 +274,7 @@ class ModelledEngine(Commands):
 
     async def _pass(self, began: float, seconds: float) -> None:
         if self._cores is not None:
-            await self._cores.work(seconds)
+            await self._cores.work(seconds, self._runner.pair)
         elif seconds > 0:
             await self._end(began + seconds)
 

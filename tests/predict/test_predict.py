@@ -80,6 +80,16 @@ def test_intervals_are_as_wide_as_the_profile_is_unsure() -> None:
     assert interval(0.5, [0.9, 0.1], share=True).high == 1.0 and interval(0.0, [1.0, 2.0]).low == 0.0
 
 
+def test_busy_cores_slow_prompts_and_answers_each_in_their_own_way() -> None:
+    load = offer(12.0, output="40")
+    figures = {}
+    for name, numbers in {"alike": {"pair": 0.7}, "answers less": {"pair": 0.7, "decode": 1.0}}.items():
+        profile = replace(PROFILE, models={**PROFILE.models, "sharing": Fitted(numbers)})
+        figures[name] = predict(setting_of(config(0, 2), profile, cores=2), profile, load, SLO, draws=0).figures
+    alike, less = (each["TPOT P50 (ms)"].value for each in figures.values())
+    assert less < 0.95 * alike
+
+
 def test_what_was_not_measured_is_said_first() -> None:
     known = setting_of(config(1, 1), PROFILE)
     assert doubts(known, PROFILE, offer()) == ()
@@ -145,7 +155,7 @@ def test_a_large_cluster_has_the_figures_of_one_that_is_simulated_step_by_step()
 
 def test_the_fits_find_what_made_the_measurements() -> None:
     """From times that the models themselves make, as `measure` collects them."""
-    found = Measured(facts={"kv_blocks": 100}, pairs=[0.8, 0.9], starts=[2.0])
+    found = Measured(facts={"kv_blocks": 100}, pairs=[0.8, 0.9], paces=[(0.004, 0.0053), (0.004, 0.0041)], starts=[2.0])
     costs: Rows = [({"request": float(r), "token": float(t)}, 1e-3 * r + 1e-4 * t) for r, t in ((20, 40), (20, 800), (9, 9))]
     found.rows = {"step": found_rows(), "router": [*costs], "worker": [*costs], "client": [*costs]}
     decode = {context: step_seconds(TRUE, "sum", Work(decodes=1, context=context)) for context in (64, 256, 1024)}
@@ -155,7 +165,12 @@ def test_the_fits_find_what_made_the_measurements() -> None:
     assert {name: values[name] for name in ("tokens", "decodes")} == pytest.approx({"tokens": 5e-5, "decodes": 3e-4}, rel=0.02)
     assert profile.values("handoff") == pytest.approx({"base": 0.004, "byte": 1e-9}, rel=0.02)
     assert profile.values("path")["request"] == pytest.approx(0.01 - 3 * 1.1e-3, rel=0.1), "less what is computed on the way"
-    assert profile.kv_token_bytes == 6144 and profile.values("sharing")["pair"] == pytest.approx(0.85)
+    assert profile.kv_token_bytes == 6144
+    sharing = {"pair": 0.85, "decode": (0.004 / (0.0053 - 3e-4) + 1) / 2}  # less 0.1 ms of each of three processes
+    assert profile.values("sharing") == pytest.approx(sharing, rel=0.02)
+    assert len(profile.models["sharing"].draws) == 4 and all(
+        0 < pace <= 1 for draw in profile.models["sharing"].draws for pace in draw.values()
+    )
 
 
 def found_rows() -> Rows:

@@ -38,6 +38,23 @@ def test_two_busy_cores_slow_each_other() -> None:
     assert ends(Cores(2, pair=0.8), [(0, 4), (0, 2)]) == pytest.approx([4.5, 2.5])
 
 
+def test_each_kind_of_work_has_its_own_pace_beside_others() -> None:
+    """At four fifths of its speed, and at half: when the first has had its 4 seconds, 2.5 of the other's 3 are done."""
+
+    async def main() -> list[float]:
+        cores, loop = Cores(2, pair=0.8), asyncio.get_running_loop()
+
+        async def one(seconds: float, pair: float | None) -> float:
+            await cores.work(seconds, pair)
+            return loop.time()
+
+        return list(await asyncio.gather(one(4, None), one(3, 0.5)))
+
+    assert run(main()) == pytest.approx([5, 5.5])
+    with pytest.raises(ValueError, match="above 0"):
+        run(Cores(2).work(1, pair=0.0))
+
+
 def test_no_work_is_lost_and_none_is_done_twice() -> None:
     rng = random.Random(5)
     jobs = [(rng.random() * 10, rng.random()) for _ in range(200)]
