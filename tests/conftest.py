@@ -16,6 +16,7 @@ import left_behind
 import pytest
 from hypothesis import HealthCheck, settings
 from live_cluster import Cluster
+from pytest_rerunfailures import StatusDB
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -35,6 +36,14 @@ left_behind.watch()
 
 # Collecting the tests makes millions of objects that all stay: the garbage collector would look at them again and again, now and later.
 gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    # In place of what remembers the tests of processes that crash and are started again: none is (`--max-worker-restart 0`). That asks a
+    # server in two small packets, and TCP holds the second back until the first has been acknowledged: 40 ms a test.
+    if hasattr(config, "workerinput"):
+        config.failures_db = StatusDB()  # type: ignore[attr-defined]
 
 
 def pytest_collection_finish() -> None:
