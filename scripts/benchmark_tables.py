@@ -3,7 +3,7 @@ writes them from benchmarks/results/*.json, `--check` only compares. The aims of
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 from statistics import mean, median
@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmark_aims import other_aims, peers_aims
 from benchmark_handoff import handoff, handoff_kv
+from benchmark_observability import observability, observability_live, recorder
 from benchmark_planner import planner
 from benchmark_predictions import gpu_predicted, gpu_predictions, predicted, predictions
 from benchmark_results import RESULTS, load, markdown, middle, number, source, spread
@@ -207,24 +208,6 @@ def routers() -> str:
 def loop_turns() -> str:
     places = load("loop_turns")["places"]
     return markdown(["place", "size", "longest turn, ms"], [[one["place"], one["size"], number(one["after_ms"])] for one in places])
-
-
-def observability() -> str:
-    found = load("observability")["alone"]
-
-    def more(values: Sequence[float]) -> str:
-        return f"{values[1]:+.0%} ({values[0]:+.0%} … {values[2]:+.0%})"
-
-    table = [[arm, more(one["more_request_us"]), more(one["more_token_us"])] for arm, one in found.items() if arm != "off"]
-    return markdown(["", "a request of one token", "a further token"], table)
-
-
-def observability_live() -> str:
-    table = []
-    for arm, one in load("observability")["clusters"]["arms"].items():
-        cells = [middle([one[key], *one[f"{key}_range"]]) for key in ("request_ms", "token_us")]
-        table.append([{"off": "nothing"}.get(arm, arm), *cells])
-    return markdown(["", "CPU a request, ms", "CPU a streamed token, µs"], table)
 
 
 def products() -> str:
@@ -447,7 +430,7 @@ TABLES |= {
 }
 TABLES |= {
     make.__name__: (make.__name__, make)
-    for make in (observability, products, quality, continuation, step_profile, families, batching, whole, scale)
+    for make in (observability, recorder, products, quality, continuation, step_profile, families, batching, whole, scale)
 }
 TABLES |= {make.__name__: ("speculation", make) for make in (speculation, acceptance, speculation_peers)}
 TABLES |= {make.__name__: ("stores", make) for make in (stores, reopened)}

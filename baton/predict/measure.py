@@ -39,6 +39,7 @@ FIRST_ID, VOCAB = 10, 256
 TIMEOUT_S = 60.0
 LEAST_S = 1e-5  # of a difference that is fitted
 LEAST_PROMPT, PACED = 16, 160  # tokens of a prompt that takes no time, and of an answer that takes much
+ROUNDS = 4  # at most, for each that counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class Measured:
     handoffs: list[tuple[int, int, float]] = field(default_factory=list)  # context, bytes, seconds from the first token to the second
     starts: list[float] = field(default_factory=list)
     pairs: list[float] = field(default_factory=list)
-    paces: list[tuple[float, float]] = field(default_factory=list)  # seconds of a token that decodes, alone and with another on two workers
+    paces: list[tuple[float, float]] = field(default_factory=list)  # seconds of a token: alone, and while the other worker decodes, too
     facts: dict[str, int] = field(default_factory=dict)
 
 
@@ -284,26 +285,29 @@ async def _costs(found: Measured, asker: Asker, processes: Processes, amount: Am
 
 
 async def _pair(found: Measured, asker: Asker, amount: Amount) -> None:
-    """Prompts, and then answers, for one worker alone and for both at once."""
-    tokens = amount.prompts[-1]
+    """Prompts, and then answers, on one worker alone and on both at once."""
+    found.pairs = [min(1.0, alone / both) for alone, both in await _rounds(asker, amount.prompts[-1], 1, amount.repeats)]
+    found.paces = await _rounds(asker, LEAST_PROMPT, PACED, amount.repeats)
 
-    async def several() -> None:
-        for _ in range(amount.repeats):
-            await asker.ask(asker.prompt(tokens), 1)
 
-    for _ in range(2):
-        times = []
-        for streams in (1, 2):
-            began = time.perf_counter()
-            await asyncio.gather(*(several() for _ in range(streams)))
-            times.append(time.perf_counter() - began)
-        found.pairs.append(min(1.0, times[0] / times[1]))
-    for _ in range(amount.repeats):
-        paces = []
-        for streams in (1, 2):
-            heard = await asyncio.gather(*(asker.ask(asker.prompt(LEAST_PROMPT), PACED) for _ in range(streams)))
-            paces.append(mean((each.times[-1] - each.times[0]) / (PACED - 1) for each in heard))
-        found.paces.append((paces[0], paces[1]))
+async def _rounds(asker: Asker, prompt: int, tokens: int, count: int) -> list[tuple[float, float]]:
+    """Seconds to the first token, or of a further one if `tokens` are asked for: alone, and beside another request on the other worker. A
+    round in which one worker got both says nothing."""
+
+    async def several(streams: int) -> list[Heard]:
+        return await asyncio.gather(*(asker.ask(asker.prompt(prompt), tokens) for _ in range(streams)))
+
+    def seconds(every: list[Heard]) -> float:
+        return mean((heard.times[-1] - heard.times[0]) / (tokens - 1) if tokens > 1 else heard.times[0] for heard in every)
+
+    made = list[tuple[float, float]]()
+    for _ in range(ROUNDS * count):
+        alone, both = await several(1), await several(2)
+        if len({heard.result.workers["decode"] for heard in both}) == 2:
+            made.append((seconds(alone), seconds(both)))
+        if len(made) == count:
+            break
+    return made
 
 
 def _sum(works: Sequence[Work]) -> dict[str, float]:
