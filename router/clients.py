@@ -28,7 +28,7 @@ from router.request import Request
 from router.session import Call, Put, Session, meaning
 from router.turn_budget import BYTES_AT_ONCE, TurnBudget
 from router.turnstile import Turnstile
-from router.workers import Answer, CachePage, DecodeEvent, Died, Ended, FirstToken, PrefillEvent, Source
+from router.workers import Answer, CachePage, DecodeEvent, Died, Ended, FirstToken, OnOthers, PrefillEvent, Source
 
 log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 2.0
@@ -60,6 +60,7 @@ class GrpcWorkers:
 
     def __init__(self, security: SecurityConfig, streams: Streams | None = None) -> None:
         self._asker = uuid4().hex  # workers tell our prompts from those of other routers by it
+        self.on_others: OnOthers = lambda worker, tokens: None
         self._security = security
         self._streams = streams or Streams()
         self._channels: dict[_Identity, Line] = {}  # each process has its own, even at an old address
@@ -280,8 +281,13 @@ class GrpcWorkers:
         if session is None or session.lost:
             stub, command, commands = SESSIONS[role]
             stream = stub(self._channel(worker)).Session(wait_for_ready=False)
-            session = self._sessions[key] = Session(worker.name, stream, command, commands)
+            aside = partial(self._note_others, worker) if role == "prefill" else None
+            session = self._sessions[key] = Session(worker.name, stream, command, commands, aside)
         return session
+
+    def _note_others(self, worker: WorkerRecord, message: pb.PrefillEvents) -> None:
+        if message.HasField("others_tokens"):
+            self.on_others(worker, message.others_tokens)
 
     @contextmanager
     def _open(self, inbox: Inbox[Message]) -> Iterator[None]:

@@ -118,8 +118,9 @@ class Member:
     told_by: Literal["registry", "probe"] = "registry"  # its load and its roles: the registry's may be those of an earlier moment
     missed_at: float = 0.0  # the registry's first answer without it, if it is not listed
     covers: int = 0  # the reported load includes everything that started before this epoch, and perhaps more
-    others_tokens: int = 0  # uncached prompt tokens there that other routers sent, when it was last probed, and when that was
+    others_tokens: int = 0  # uncached prompt tokens there that other routers sent, as it told last, and when that was
     others_at: float = 0.0
+    follows: bool = False  # whether it says so by itself, as soon as that changes
     token_s: float = 0.0  # for each prompt token that it computes, about; 0: unknown
     ejected: str = ""  # why it is put aside (`router.outliers`); empty: it is not
     answers: int = 0  # probes that it has answered
@@ -245,10 +246,11 @@ class Members:
         self._touch(name)
         self._change((member.record.state, member.record.roles, member.health) != before)
 
-    def note_others(self, name: str, incarnation: int, tokens: int, now: float) -> None:
-        """Notes how many uncached tokens of other routers' prompts a process had at a probe."""
+    def note_others(self, name: str, incarnation: int, tokens: int, now: float, news: bool = False) -> None:
+        """Notes how many uncached tokens of other routers' prompts a process has. `news`: it said so unasked."""
         if member := self._member(name, incarnation):
             member.others_tokens, member.others_at = tokens, now
+            member.follows = member.follows or news
             self._touch(name)
 
     def note_prefill(self, name: str, incarnation: int, token_s: float) -> None:
@@ -332,16 +334,18 @@ class Members:
         self.tell()
 
     def prefill_tokens(self, worker: str, now: float) -> float:
-        """Uncached prompt tokens that wait on a member or are computed: ours exactly, and of those that other routers had there at the last
-        probe what it cannot have computed since. A prompt takes less time than passes between two probes, so that without the second
-        half an idle worker counts as busy for long (Mitzenmacher, "How Useful Is Old Information?", 2000)."""
+        """Uncached prompt tokens that wait on a member or are computed: ours exactly, and those that other routers have there. Where only
+        probes tell of these, what the worker can have computed since the last one is taken off: a prompt takes less time than passes
+        between two probes, so that otherwise an idle worker counts as busy for long (Mitzenmacher, "How Useful Is Old Information?",
+        2000). Where each change is told, they count like ours, in full until they end."""
         member = self._members[worker]
-        computed = (now - member.others_at) / member.token_s if member.token_s else 0.0
+        computed = (now - member.others_at) / member.token_s if member.token_s and not member.follows else 0.0
         return self._prefills.tokens(member.record) + max(0.0, member.others_tokens - computed)
 
     def shared(self, worker: str) -> bool:
         """Whether `prefill_tokens` of a member depends on the time."""
-        return self._members[worker].others_tokens > 0
+        member = self._members[worker]
+        return member.others_tokens > 0 and not member.follows
 
     def unreported_decode_tokens(self, worker: str) -> int:
         """Tokens of our decodes on a member that its reported load does not show yet."""

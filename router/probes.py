@@ -47,6 +47,7 @@ class Probes:
     def __init__(self, view: ClusterView, workers: WatchedWorkers, hang_s: float) -> None:
         self._view, self._members = view, view.members
         self._workers = workers
+        workers.on_others = self._note_news
         self._hang_s = hang_s
         self._awake = AwakeClock(loop_time(), 2 * LOOK_EVERY_S)
         self._asked: dict[_Identity, _Asked] = {}
@@ -92,6 +93,9 @@ class Probes:
             self._members.note_others(*identity, answer.others_tokens, loop_time())
         finally:
             self._asked.pop(identity, None)
+
+    def _note_news(self, worker: WorkerRecord, tokens: int) -> None:
+        self._members.note_others(worker.name, worker.incarnation, tokens, loop_time(), news=True)
 
     async def _judge(self, worker: WorkerRecord, silent_s: float) -> None:
         """`silent_s`: time without an answer, or without progress."""

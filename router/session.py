@@ -26,13 +26,21 @@ E = TypeVar("E")  # an event
 
 
 class Session(Generic[E]):
-    def __init__(self, worker: str, stream: Any, command: Callable[..., Any], commands: Callable[..., Any]) -> None:
-        """`worker`: its name. `stream`: the gRPC call. `command` and `commands`: the types of one command and of a message of several."""
+    def __init__(
+        self,
+        worker: str,
+        stream: Any,
+        command: Callable[..., Any],
+        commands: Callable[..., Any],
+        aside: Callable[[Any], None] | None = None,
+    ) -> None:
+        """`worker`: its name. `stream`: the gRPC call. `command` and `commands`: the types of one command and of a message of several.
+        `aside` gets each message: it may say more than its events."""
         self.lost = False
         self.loop = asyncio.get_running_loop()
         self._worker = worker
         self._stream = stream
-        self._command, self._commands = command, commands
+        self._command, self._commands, self._aside = command, commands, aside
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call[E]] = {}
         self._unsent: OrderedDict[int, list[Any]] = OrderedDict()  # commands of each call, which bound it: a call has a few
@@ -124,6 +132,8 @@ class Session(Generic[E]):
         reason = BatonError(Reason.WORKER_LOST, f"{self._worker} ended the stream")
         try:
             async for message in self._stream:
+                if self._aside is not None:
+                    self._aside(message)
                 for event in message.events:
                     call = self._calls.get(event.call_id)
                     if call is not None:

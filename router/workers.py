@@ -1,7 +1,7 @@
 """What the router asks of its workers, and what they tell it. `router.clients` asks them over gRPC."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -148,8 +148,13 @@ class Workers(Protocol):
         ...
 
 
+OnOthers = Callable[[WorkerRecord, int], None]
+
+
 class WatchedWorkers(Protocol):
     """Those who are members of the cluster."""
+
+    on_others: OnOthers  # called with a worker and its `Answer.others_tokens`, when these change by much between two probes
 
     async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
         """See `Workers`."""

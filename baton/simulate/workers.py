@@ -26,10 +26,10 @@ from baton.simulate.engine import ModelledEngine, ModelledRunner, Pace, Profiled
 from baton.simulate.feed import Feed
 from baton.simulate.flight import Flight
 from baton.simulate.virtual_time import MESSAGES, until
-from baton.worker.prompts import Prompts
+from baton.worker.prompts import Paced, Prompts
 from baton.worker.refusal import failure, refusal
 from router.request import Request, Token
-from router.workers import Adopted, Answer, CachePage, DecodeEvent, Ended, FirstToken, PrefillEvent, Source
+from router.workers import Adopted, Answer, CachePage, DecodeEvent, Ended, FirstToken, OnOthers, PrefillEvent, Source
 
 ROOM_POLL_S = 0.02
 
@@ -191,6 +191,8 @@ class ModelledWorkers:
         self._times, self._workers, self._leases = fleet.times, fleet.workers, fleet.leases
         self.feed = fleet.feed
         self._costs = fleet.times.router[1] > 0 or fleet.times.worker[1] > 0  # of tokens
+        self.on_others: OnOthers = lambda worker, tokens: None
+        self._followed: set[str] = set()
 
     async def prefill(
         self, worker: WorkerRecord, request: Request, timeout_s: float, source: Source | None = None, uncached_tokens: int = 0
@@ -199,6 +201,7 @@ class ModelledWorkers:
         handle = b""
         async with here.outputs(seq) as outputs, _deadline(timeout_s):
             await self._travel(here, request=True)
+            self._follow(worker, here)
             try:
                 with here.prompts.present(self._asker, uncached_tokens):
                     came = loop_time()
@@ -295,6 +298,17 @@ class ModelledWorkers:
         await asyncio.sleep(self._times.handoff_s + moved * self._times.handoff_token_s)
         await here.engine.adopt(seq, len(seq.tokens) - 1, None, forks)
         self._end(handle)
+
+    def _follow(self, worker: WorkerRecord, here: ModelledWorker) -> None:
+        """From the first prompt on, as a session does."""
+        if worker.name not in self._followed:
+            self._followed.add(worker.name)
+            loop = asyncio.get_running_loop()
+
+            def tell(tokens: int) -> None:
+                loop.call_later(self._times.travel_s, lambda: self.on_others(worker, tokens))
+
+            here.prompts.follow(self._asker, Paced(tell))
 
     def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
         self._end(handle)

@@ -187,10 +187,12 @@ class KvSource(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class PrefillEvents(_message.Message):
-    __slots__ = ("events",)
+    __slots__ = ("events", "others_tokens")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[PrefillEvent]
-    def __init__(self, events: _Optional[_Iterable[_Union[PrefillEvent, _Mapping]]] = ...) -> None: ...
+    others_tokens: int
+    def __init__(self, events: _Optional[_Iterable[_Union[PrefillEvent, _Mapping]]] = ..., others_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("call_id", "opened", "done", "error")

@@ -43,8 +43,11 @@ class SessionDoor:
 
     form: Form
 
+    def opened(self) -> "Session":
+        return Session(self.form)
+
     async def Session(self, request_iterator: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-        session = Session(self.form)
+        session = self.opened()
         reader = asyncio.create_task(session.obey(request_iterator))
         async with Answering(context):
             try:
@@ -83,7 +86,18 @@ class Session:
         events, self._outbox = self._outbox[:MAX_EVENTS], self._outbox[MAX_EVENTS:]
         if not self._outbox:
             self._filled.clear()
-        return self._form.events(events=events)
+        return self._form.events(events=events, **self.aside())
+
+    def aside(self) -> dict[str, Any]:
+        """What a message has beside events. Whoever has something to say calls `speak`."""
+        return {}
+
+    def speak(self) -> None:
+        """A message goes out, with no events if there are none."""
+        self._filled.set()
+
+    def begun(self, start: Any) -> None:
+        """A start has come."""
 
     async def close(self) -> None:
         tasks = [call.task for call in self._calls.values()]
@@ -95,6 +109,7 @@ class Session:
         call = self._calls.get(command.call_id)
         match command.WhichOneof("command"):
             case "start":
+                self.begun(command.start)
                 for number, serve in self._form.begin(command.call_id, command.start):
                     self._start(number, serve)
             case "first" if call is not None and not call.first.done():

@@ -54,7 +54,7 @@ class Worker(worker_pb2_grpc.DecodeServicer, worker_pb2_grpc.KvExchangeServicer,
         self.prefills: list[pb.PrefillStart] = []
         self.on_prefill: Callable[[], Any] = pb.PrefillDone
         self.prefill_streams = 0
-        self.prefill_says: asyncio.Queue[pb.PrefillEvent | BatonError | None] = asyncio.Queue()
+        self.prefill_says: asyncio.Queue[pb.PrefillEvent | pb.PrefillEvents | BatonError | None] = asyncio.Queue()
         self.opens = b""  # handle to send before the prompt is computed; empty: none
         self.cancelled = 0
         self.released: list[tuple[bytes, str]] = []
@@ -119,7 +119,7 @@ class Prefills(worker_pb2_grpc.PrefillServicer):
             while (said := await says.get()) is not None:
                 if isinstance(said, BatonError):
                     await abort(context, said)
-                yield pb.PrefillEvents(events=[said])
+                yield said if isinstance(said, pb.PrefillEvents) else pb.PrefillEvents(events=[said])
         finally:
             reader.cancel()
 
@@ -813,6 +813,15 @@ async def test_the_load_of_a_worker_is_known_without_the_registry(quick: None) -
         assert view.members.prefill_tokens("d0", loop_time()) == 50
         worker.on_probe = lambda: pb.ProbeResponse(state="draining")
         await until(lambda: not view.decode_workers())
+
+
+async def test_prompts_of_other_routers_are_known_before_the_next_probe() -> None:
+    async with pair() as (worker, workers, d0, _), watched(d0, workers=workers) as (view, _, _):
+        await prefill(workers, d0, request(), 5)  # the stream on which it is told
+        assert view.members.prefill_tokens("d0", loop_time()) == 0
+        for tokens in (900, 0):
+            worker.prefill_says.put_nowait(pb.PrefillEvents(others_tokens=tokens))
+            await until(lambda: view.members.prefill_tokens("d0", loop_time()) == tokens)  # noqa: B023
 
 
 async def test_a_silent_worker_is_avoided_and_then_lost(quick: None) -> None:

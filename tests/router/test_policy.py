@@ -112,6 +112,16 @@ def test_work_from_other_routers_counts_while_it_lasts() -> None:
     assert prefill(view, now=12.1) == Choice("p0", 0, 450, "least work"), "it has computed 210 of the 500 since"
 
 
+def test_work_from_other_routers_counts_in_full_where_its_end_is_told() -> None:
+    view = cluster(*IDLE)
+    view.members.note_prefill("p0", 1, 0.01)
+    view.members.note_others("p0", 1, 500, 10.0, news=True)
+    view.members.start_prefill("mine", "p1", 300)
+    assert prefill(view, now=19.0) == Choice("p1", 0, 460, "least work")
+    view.members.note_others("p0", 1, 0, 19.1, news=True)
+    assert prefill(view, now=19.1) == Choice("p0", 0, 160, "least work")
+
+
 def test_what_a_worker_says_of_its_queue_is_not_counted_as_work_from_other_routers() -> None:
     """Its queue has our own prompts, and the cached part of those that wait: a router alone would shun the worker that caches most."""
     view = cluster(worker("p0", waiting_tokens=500), *IDLE[1:])

@@ -125,6 +125,35 @@ async def test_prefills_share_a_stream_and_invalid_ones_end_with_an_error() -> N
         await p.settled()
 
 
+async def test_a_router_is_told_of_the_prompts_of_others_while_these_last() -> None:
+    async with pair(chunk=8) as p:
+        p.runners[0].step_delay_s = 0.01
+        door = door_of(p, "prefill")
+        mine = door.Session(commands("prefill", start("prefill", 1, [1, 2], asker="me", uncached_tokens=2)), None)
+        assert isinstance(mine, AsyncGenerator)
+        told, last = list[int](), False
+        async with asyncio.timeout(30):
+            while not last:  # its own prompt has ended
+                message = await anext(mine)
+                told += [message.others_tokens] if message.HasField("others_tokens") else []
+                last = any(event.WhichOneof("event") in LAST for event in message.events)
+
+            async def other() -> None:
+                theirs = door.Session(commands("prefill", start("prefill", 1, PROMPT, asker="you", uncached_tokens=900)), None)
+                async for message in theirs:
+                    assert message.others_tokens == 0, "nobody's but its own"
+                    if any(event.WhichOneof("event") in LAST for event in message.events):
+                        return
+
+            asking = asyncio.create_task(other())
+            told += [(await anext(mine)).others_tokens, (await anext(mine)).others_tokens]
+            await asking
+        await mine.aclose()
+        assert told == [0, 900, 0]
+        p.clock.now += 1000  # nobody reads the KV
+        await p.settled()
+
+
 @pytest.mark.parametrize("role", ROLES)
 async def test_a_router_that_stops_reading_loses_its_stream(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "MAX_OUTBOX", 4)

@@ -260,9 +260,10 @@ async def at_the_door(p: Pair, prompt: list[int], timeout_s: float) -> worker_pb
     stream = PrefillDoor(p.prefill, ME, Prompts()).Session(commands(), None)
     assert isinstance(stream, AsyncGenerator)
     async with aclosing(stream):
-        event: worker_pb2.PrefillEvent
-        (event,) = (await anext(stream)).events
-        return event
+        async for message in stream:
+            for event in message.events:
+                return event  # type: ignore[no-any-return]
+    raise AssertionError("the stream has ended")
 
 
 @pytest.mark.parametrize("place", ["lend", "handshake", "piece", "release"])
