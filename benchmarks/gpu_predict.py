@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from machine import describe
-from predicting import JUDGED, drive_measured, errors_of, fingerprint, idle, judged, middle, objectives, offer_of
+from predicting import JUDGED, drive_measured, errors_of, fingerprint, idle, judged, middle, objectives, whole_offer
 from shapes import LLAMA_8B, TINY, TOKENIZER_VOCAB, weight_bytes, write
 
 from baton.cluster import config_layers
@@ -151,7 +151,7 @@ def rate_of(case: Case, sizes: Sizes, profile: Profile, sheet: Profile | None) -
 def asked(cell: Mapping[str, Any], seconds: float) -> tuple[Offer, Slo]:
     """Of a case as it is in the file: the same on every machine."""
     window = Window(seconds, WARM_UP_S, COOL_DOWN_S)
-    return offer_of(Workload(duration_s=seconds, **cell["load"]), cell["rate"], window), Slo(*cell["slo"])
+    return whole_offer(Workload(duration_s=seconds, **cell["load"]), cell["rate"], window), Slo(*cell["slo"])
 
 
 @contextmanager
@@ -173,7 +173,7 @@ async def warm(address: str, sizes: Sizes) -> None:
     """Nothing that is compiled once is measured."""
     async with GrpcDoor(address, "warm") as door, asyncio.timeout(WARM_WITHIN_S):
         for load in {json.dumps(case.load): sizes.load(case) for case in sizes.cases}.values():
-            items = offer_of(Workload(**load), 1.0, Window(30.0)).items
+            items = whole_offer(Workload(**load), 1.0, Window(30.0)).items
             for item in items[:ALONE]:
                 await door.ask(item.tokens, 2, ANSWER_S, lambda count: None)
             more = items[ALONE : ALONE + TOGETHER]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from baton.predict.predict import Offer
+from baton.predict.report import offer_of
 from baton.profile.file import Profile
 from baton.profile.models import NUMBERS, Work, step_seconds, works_of_prompt
 from loadtest.drive import Run, drive
@@ -86,13 +87,12 @@ def objectives(first_s: float, token_s: float, ttft_times: float, tpot_times: fl
     return Slo(ttft_s=float(f"{first_s * ttft_times:.2g}"), tpot_s=float(f"{token_s * tpot_times:.2g}"))
 
 
-def offer_of(load: Workload, rate: float, window: Window) -> Offer:
+def whole_offer(load: Workload, rate: float, window: Window) -> Offer:
     """Raises ValueError if requests were left out, as those are that are longer than `max_tokens`: the rest are another load."""
-    items, left_out = load.items(rate, SEED)
+    offer, left_out = offer_of(load, rate, SEED, window)
     if left_out:
-        raise ValueError(f"requests were left out: {dict(left_out)}")
-    times = [at for at, _ in zip(load.times(rate, SEED, items), items, strict=False)]
-    return Offer(items, times, window)
+        raise ValueError(f"requests were left out: {left_out}")
+    return offer
 
 
 def fingerprint(offer: Offer) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 from machine import describe
 from parts import SHAPE
-from predicting import JUDGED, TAIL, Judged, drive_measured, errors_of, idle, judged, middle, objectives, offer_of
+from predicting import JUDGED, TAIL, Judged, drive_measured, errors_of, idle, judged, middle, objectives, whole_offer
 
 from baton.cluster import config_layers
 from baton.models.make_small import make
@@ -123,7 +123,7 @@ async def run_model(name: str, model: Path, cases: Sequence[Case], profile: Prof
         async with RunningCluster(settings_of(model, same[0]), "simulate") as endpoints:
             for case in same:
                 load, rate, slo = offered(case, profile, seconds)
-                offer = offer_of(load, rate, Window(seconds, WARM_UP_S, COOL_DOWN_S))
+                offer = whole_offer(load, rate, Window(seconds, WARM_UP_S, COOL_DOWN_S))
                 done = await drive_measured(endpoints["grpc"], offer, f"{time.time_ns()}")
                 real = summarise(done.records, offer.window, slo, due=done.due)
                 told = await asyncio.to_thread(predict, setting(model, case, profile), profile, offer, slo)

@@ -162,14 +162,14 @@ def _measured(asked: Profiling, sheet: Sheet) -> Profile:
     config = _config(asked.context, asked.config, sheet.model)
     if not config.model.path:
         raise ValueError("model: which one is measured? Give --model FOLDER")
-    keys = _flags(config) | {"model.path": str(Path(config.model.path).resolve()), "telemetry.log_level": "warning"}
     chunk = config.engine.max_num_batched_tokens or 512
+    set_here = {"model.path": str(Path(config.model.path).resolve()), "telemetry.log_level": "warning"}
+    keys = _flags(config) | set_here | {"engine.max_num_batched_tokens": str(chunk)}
     amount = QUICK if asked.quick else Amount()
     load = os.getloadavg()[0]
     if load > 1:
         err.print(f"the machine is busy (load {load:.1f}): what is measured now is too slow", style="yellow", markup=False)
     only = [name.strip() for name in asked.arrangements.split(",")]
-    keys["engine.max_num_batched_tokens"] = str(chunk)
     found = asyncio.run(measure(keys, amount, chunk, lambda line: err.print(line, markup=False), only))
     engine = {name: value for name, value in config.engine.model_dump().items() if value is not None and name in ENGINE}
     return profile_of(found, Path(config.model.path).name, engine, amount, chunk)

@@ -32,7 +32,7 @@ def offered(plan: Plan, rate: float) -> Offered:
         if name not in plan.slo.limits:
             raise ValueError(f"slo: {name} is missing; a plan needs both, as ttft=500ms,tpot=50ms")
     workload, length = plan.workload, plan.workload.duration_s
-    offer, skipped = offer_of(plan, rate, 1)
+    offer, skipped = offer_of(plan.workload, rate, 1, plan.window, plan.timeout_s, plan.note)
     due = [each for each in _due(offer) if each[0] < length]
     if not due:
         raise ValueError("rate, duration: no request comes in this time")

@@ -30,6 +30,7 @@ from loadtest.window import Window
 from loadtest.workload import Item
 
 DRAWS = 8
+TIMEOUT_S = 60.0  # of a request, unless somebody says otherwise
 Z = 1.645  # of a normal distribution: 90 % lie within so many standard deviations
 FIGURES: Mapping[str, Callable[[Summary], float | None]] = {
     "goodput (/s)": lambda s: s.goodput,
@@ -54,7 +55,7 @@ class Offer:
     items: Sequence[Item]
     times: Sequence[float]
     window: Window
-    timeout_s: float = 60.0
+    timeout_s: float = TIMEOUT_S
 
     @property
     def asked(self) -> dict[str, float]:

@@ -2,21 +2,24 @@
 
 from dataclasses import asdict
 
-from baton.predict.predict import Offer, Prediction, predict
+from baton.predict.predict import TIMEOUT_S, Offer, Prediction, predict
 from baton.predict.setting import Setting
 from baton.profile.file import Profile
 from loadtest.campaign import Arm, Campaign, Probe, this_machine
-from loadtest.plan import TRACE, Plan
+from loadtest.plan import TRACE, Note, Plan
 from loadtest.plan import Workload as Load
+from loadtest.window import Window
 
 ARM = "simulated"
 
 
-def offer_of(plan: Plan, rate: float, seed: int) -> tuple[Offer, dict[str, int]]:
+def offer_of(
+    load: Load, rate: float, seed: int, window: Window, timeout_s: float = TIMEOUT_S, note: Note = lambda line: None
+) -> tuple[Offer, dict[str, int]]:
     """What the load test would send, and how many requests were left out, by reason. Raises WorkloadError and ValueError."""
-    items, skipped = plan.workload.items(rate, seed, plan.note)
-    times = [at for at, _ in zip(plan.workload.times(rate, seed, items), items, strict=False)]
-    return Offer(items, times, plan.window, plan.timeout_s), dict(skipped)
+    items, skipped = load.items(rate, seed, note)
+    times = [at for at, _ in zip(load.times(rate, seed, items), items, strict=False)]
+    return Offer(items, times, window, timeout_s), dict(skipped)
 
 
 def simulate(plan: Plan, setting: Setting, profile: Profile, rate: float, draws: int, large: bool = False) -> tuple[Campaign, Prediction]:
@@ -24,7 +27,7 @@ def simulate(plan: Plan, setting: Setting, profile: Profile, rate: float, draws:
     WorkloadError and ValueError."""
     probes, skipped, first = [], dict[str, int](), None
     for seed in plan.seeds:
-        offer, left = offer_of(plan, rate, seed)
+        offer, left = offer_of(plan.workload, rate, seed, plan.window, plan.timeout_s, plan.note)
         skipped |= left
         told = predict(setting, profile, offer, plan.slo, draws if first is None else 0, large=large)
         first = first or told

@@ -7,7 +7,7 @@ from typing import Any
 import benchmark_predictions
 import pytest
 from gpu_predict import BELIEVED, DEVICE, Case, asked, lines, part, predicted, rate_of, serves, settings, sheet_profile
-from predicting import BODY, Judged, errors_of, fingerprint, judged, middle, objectives, offer_of
+from predicting import BODY, Judged, errors_of, fingerprint, judged, middle, objectives, whole_offer
 
 from baton.profile.models import Fitted
 from loadtest.plan import Workload
@@ -35,7 +35,7 @@ def test_every_case_for_a_device_sends_prompts_of_all_its_lengths_and_fits_into_
 
 def test_a_load_that_leaves_requests_out_is_refused() -> None:
     with pytest.raises(ValueError, match="left out"):
-        offer_of(Workload(input="500-3000", output="100", max_tokens=2048), 4.0, Window(8.0))
+        whole_offer(Workload(input="500-3000", output="100", max_tokens=2048), 4.0, Window(8.0))
 
 
 def test_a_profile_chooses_rates_unless_it_is_far_from_the_sheet() -> None:

@@ -9,11 +9,14 @@ from typer.testing import CliRunner
 
 from baton.cli.main import app
 from baton.cluster.config import Config
+from baton.engine import defaults
+from baton.plan import pools
 from baton.plan.hardware import DEVICES
 from baton.plan.pools import Kind, sized
 from baton.plan.shape import KNOWN
 from baton.predict.measure import QUICK, Measured, Rows, profile_of
 from baton.predict.predict import Offer, doubts, interval, predict, run
+from baton.predict.report import offer_of
 from baton.predict.setting import setting_of
 from baton.profile.file import Profile
 from baton.profile.models import Fitted, Work, pairs_of, step_seconds, works_of_prompt
@@ -42,8 +45,7 @@ def config(prefill: int, decode: int, **more: object) -> Config:
 
 def offer(rate: float = 6.0, seconds: float = 10.0, **load: object) -> Offer:
     workload = Workload(**{"input": "64-300", "output": "16", "duration_s": seconds, **load})  # type: ignore[arg-type]
-    items, _ = workload.items(rate, 1)
-    return Offer(items, [at for at, _ in zip(workload.times(rate, 1, items), items, strict=False)], Window(seconds, 1, 1))
+    return offer_of(workload, rate, 1, Window(seconds, 1, 1))[0]
 
 
 def test_a_run_is_the_same_twice_bit_for_bit_and_more_load_waits_longer() -> None:
@@ -128,6 +130,8 @@ def test_a_worker_of_a_sheet_has_the_sizes_that_it_would_choose(tmp_path: Path) 
     assert sizes["h200"].max_num_seqs == sizes["a10"].max_num_seqs == 256
     assert (sizes["h200"].max_num_batched_tokens, sizes["a10"].max_num_batched_tokens) == (8192, 2048)
     assert 50_000 < sizes["h200"].kv_blocks < 56_000 and 2000 < sizes["a10"].kv_blocks < 3000, "beside 16 GB of weights"
+    chosen = (pools.MOST_SEQUENCES, pools.CHUNK, pools.SMALL_CHUNK, pools.LARGE)
+    assert chosen == (defaults.GPU_SEQUENCES, defaults.LARGE_STEP, defaults.SMALL_STEP, defaults.LARGE), "as an engine chooses them"
     with pytest.raises(ValueError, match="no room for KV"):
         sized(PROFILE, Kind(replace(DEVICES["a10"], memory=17e9)), KNOWN["llama-3.1-8b"])
 
