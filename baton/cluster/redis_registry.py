@@ -11,6 +11,7 @@
     baton:{NAME}:prover, prover-term     the same for the router that lets workers prove themselves
     baton:{NAME}:planner-change    the change that the planner makes, JSON
     baton:{NAME}:plans       list of what planners decided, bounded
+    baton:{NAME}:agreed:T    what all workers do alike about T, expires
 
 The braces are literal: they make a sharded Redis keep all keys of one of our clusters in one slot, so that one script may touch them
 together. The scripts cope with any value under a key: a writer overwrites a value of the wrong type, a reader counts it as garbage.
@@ -141,6 +142,14 @@ local found = redis.pcall('LRANGE', KEYS[1], -tonumber(ARGV[1]), -1)
 return found.err and {} or found
 """
 
+# KEYS agreed. ARGV mine, lease ms. Returns what holds; empty: nothing.
+_AGREE = """
+local held = redis.pcall('GET', KEYS[1])
+if type(held) ~= 'string' or held == '' then held = ARGV[1] end
+if held ~= '' then redis.call('SET', KEYS[1], held, 'PX', ARGV[2]) end
+return held
+"""
+
 
 class RedisRegistry:
     """`url`: see `redis_url`; for an embedded server, the address that it was started with. `security`: the authority and the certificate
@@ -246,6 +255,10 @@ class RedisRegistry:
 
     async def noted_plans(self, last: int) -> list[bytes]:
         return list(await self._commands.script(_NOTED, (self._key("plans"),), (last,)))
+
+    async def agree(self, topic: str, mine: str, ttl_s: float) -> str:
+        held = await self._commands.script(_AGREE, (self._key(f"agreed:{topic}"),), (mine, round(ttl_s * 1000)))
+        return cast(bytes, held).decode(errors="replace")
 
     async def ping(self) -> None:
         await self._commands.call("PING")

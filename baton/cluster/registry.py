@@ -95,6 +95,10 @@ class Registry(Protocol):
     async def noted_plans(self, last: int) -> list[bytes]:
         """The last notes, oldest first."""
 
+    async def agree(self, topic: str, mine: str, ttl_s: float) -> str:
+        """What all processes do alike: `mine` if nothing holds for `topic` yet; it holds for so long after the last call. Without `mine`,
+        only asks: empty if nothing holds."""
+
     async def ping(self) -> None:
         """Return when the registry answers."""
 

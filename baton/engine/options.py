@@ -165,8 +165,8 @@ class EngineOptions(Section):
     )
     products: Literal["auto", "baton", "onednn", "torch"] = option(
         "auto",
-        "What multiplies matrices on a CPU if compiled. auto: what was fastest when first tried here. Only with baton is a"
-        " continued stream sure to have the same bits.",
+        "What multiplies matrices on a CPU if compiled. auto: what was fastest when this cluster's first worker tried. Only"
+        " with baton is a continued stream sure to have the same bits.",
         "baton.engine.choice",
     )
     max_queue: int = option(

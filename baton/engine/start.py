@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from baton.engine.build import BuildError, Built, build, check
+from baton.engine.core.agreed import Agree, agreeing, alone
 from baton.engine.core.colder import Tiers
 from baton.engine.core.contract import Listener, ServingEngine
 from baton.engine.core.engine import Engine
@@ -23,9 +24,10 @@ async def start_engine(
     progress: Progress = ignore,
     tiers: Tiers | None = None,
     built: Callable[[Engine], object] = lambda engine: None,
+    agree: Agree = alone,
 ) -> ServingEngine:
-    """`tiers`: colder places for KV; the caller closes them before the engine. `built`: called with our own engine before it runs. Raises
-    CheckpointError, BuildError or OSError, each naming what is wrong."""
+    """`tiers`: colder places for KV; the caller closes them before the engine. `built`: called with our own engine before it runs. `agree`:
+    called in a thread of its own. Raises CheckpointError, BuildError or OSError, each naming what is wrong."""
     check(options)
     engine = options.engine
     if tiers is not None and not (engine.kind == "baton" and engine.prefix_caching):
@@ -41,7 +43,7 @@ async def start_engine(
         return vllm
 
     def told() -> Built:
-        with told_to(progress):
+        with told_to(progress), agreeing(agree):
             return build(options)
 
     made = await in_a_thread_that_ends(told)
@@ -61,10 +63,17 @@ async def start_engine(
 
 
 async def in_a_thread_that_ends(function: Callable[..., T], *arguments: object) -> T:
-    """Runs a function that computes with torch before the engine's thread does.
+    """Runs a function that computes with torch before the engine's thread does. If the caller is cancelled, the function goes on: nobody
+    waits for it, because it may wait for the event loop.
 
     A thread keeps the OpenMP threads that it has computed with. With more of these than cores, libgomp no longer lets any of them spin, and
     every operation of the engine would begin by waking one. This costs a sixth of the throughput on two cores.
     """
-    with ThreadPoolExecutor(1) as alone:
+    alone, cancelled = ThreadPoolExecutor(1), False
+    try:
         return await asyncio.get_running_loop().run_in_executor(alone, function, *arguments)
+    except asyncio.CancelledError:
+        cancelled = True
+        raise
+    finally:
+        alone.shutdown(wait=not cancelled)

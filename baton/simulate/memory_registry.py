@@ -34,6 +34,7 @@ class MemoryRegistry:
         self._terms: dict[Office, int] = {}
         self._plans: list[bytes] = []
         self._change: bytes | None = None
+        self._agreed: dict[str, tuple[str, float]] = {}  # until when
 
     async def join(self, record: Record) -> None:
         self._reach()
@@ -162,6 +163,14 @@ class MemoryRegistry:
     async def noted_plans(self, last: int) -> list[bytes]:
         self._reach()
         return self._plans[-last:]
+
+    async def agree(self, topic: str, mine: str, ttl_s: float) -> str:
+        self._reach()
+        held, until = self._agreed.get(topic, ("", 0.0))
+        held = held if until > self._now() else mine
+        if held:
+            self._agreed[topic] = held, self._now() + ttl_s
+        return held
 
     async def ping(self) -> None:
         self._reach()

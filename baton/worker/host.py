@@ -43,6 +43,7 @@ from baton.engine.start import start_engine
 from baton.recorder.recorder import Recorder, digest_of
 from baton.v1 import worker_pb2_grpc
 from baton.worker import taped
+from baton.worker.agreement import Agreement
 from baton.worker.colder import make_tiers, records
 from baton.worker.door import Probed, Residue, WorkerDoor
 from baton.worker.identity import Identity
@@ -138,7 +139,9 @@ class Host:
         given = await asyncio.to_thread(options, self.config, self.pool_config.gpus)  # it asks a driver
         self._tiers = tiers = make_tiers(self.config.tiers, lasting_name(self.role))
         self.recorder.refused = f"its engine is {given.engine.kind}"  # unless it is ours
-        self.engine = engine = await start_engine(given, listener, starting.tell, tiers, self._follow)
+        agreement = Agreement(self._registry, self.config.redis.heartbeat_s)
+        self.engine = engine = await start_engine(given, listener, starting.tell, tiers, self._follow, agreement.ask)
+        self.tasks.start(agreement.uphold(), "agreement")
         self._closers.push_async_callback(engine.close)
         if tiers is not None:
             self._closers.push_async_callback(asyncio.to_thread, tiers.close)

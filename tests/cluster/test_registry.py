@@ -280,6 +280,17 @@ async def test_the_last_plans_are_kept(world: World) -> None:
     assert await world.other.noted_plans(2) == [b"4", b"5"] and len(await world.other.noted_plans(9)) == 4
 
 
+async def test_what_one_has_said_first_holds_for_all_until_nobody_has_asked_for_long(world: World) -> None:
+    assert await world.other.agree("products", "", 30.0) == "", "asking says nothing"
+    assert await world.registry.agree("products", "one", 30.0) == "one" == await world.other.agree("products", "two", 30.0)
+    assert await world.other.agree("more", "two", 30.0) == "two"
+    for _ in range(3):
+        await world.advance(20.0)
+        assert await world.other.agree("products", "", 30.0) == "one"
+    await world.advance(31.0)
+    assert await world.other.agree("products", "two", 30.0) == "two"
+
+
 def router(name: str = "router-0", incarnation: int = 7, **changes: Any) -> RouterRecord:
     return dataclasses.replace(RouterRecord(name, incarnation, 1, "laptop", {"grpc": "127.0.0.1:8470"}, "smöl"), **changes)
 

@@ -1,30 +1,25 @@
 """Without `baton up` and without our client: a gRPC client generated from the one .proto file, and processes managed by hand."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx2
 import pytest
 import yaml
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from live_cluster import ROOT, ends_of_logs, toy, toy_output
+from by_hand import Hand, healthy, workers
+from live_cluster import ROOT, toy, toy_output
 
-from baton.cli.admin import read_status
 from baton.client import Client, GenerateError, Result
 from baton.launch.ports import Ports
 from baton.launch.redis_server import find_binary
-from baton.v1 import worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.system
 
@@ -50,42 +45,6 @@ print(json.dumps({"events": events, "reason": pb.FinishReason.Name(told.reason),
 
 
 @dataclass
-class Hand:
-    """Processes started as a person would start them: a command, an environment, a log."""
-
-    folder: Path
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def start(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
-        with (self.folder / f"{name}.log").open("wb") as log:
-            process = subprocess.Popen(command, env={**clean, **(env or {})}, cwd=self.folder, stdout=log, stderr=log)
-        self.started.append(process)
-        return process
-
-    def python(self, module: str, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        return self.start(module, sys.executable, "-m", module, *arguments, env=env)
-
-    def log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text(errors="replace")
-
-    def logs(self) -> str:
-        return ends_of_logs(self.folder)
-
-    def wait(self, condition: Callable[[], Any], within_s: float = 60.0) -> None:
-        deadline = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < deadline, f"the condition was not met in time\n{self.logs()}"
-            time.sleep(0.03)
-
-    def stop(self) -> None:
-        for process in reversed(self.started):
-            if process.poll() is None:
-                process.kill()
-            process.wait(10)
-
-
-@dataclass
 class Processes:
     """Redis, a prefill worker, a decode worker and a router, each configured in a different way."""
 
@@ -104,21 +63,6 @@ class Processes:
                 assert token.index == i
                 on_token(i)
             return stream.result
-
-    def workers(self) -> list[dict[str, Any]]:
-        """The workers that the router knows."""
-        with grpc.insecure_channel(self.admin) as channel:
-            answer = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=5)
-        return list(read_status(answer)["workers"])
-
-
-def healthy(address: str) -> bool:
-    with grpc.insecure_channel(address) as channel:
-        try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1)
-        except grpc.RpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def processes(folder: Path, **model: int) -> Iterator[Processes]:
@@ -152,7 +96,7 @@ def on_ports(ports: dict[str, int], folder: Path, **model: int) -> Iterator[Proc
         router = hand.python("router", *flags, env=common)
         address = f"127.0.0.1:{ports['router']}"
         made = Processes(hand, path, address, f"127.0.0.1:{ports['admin']}", prefill, decode, router)
-        hand.wait(lambda: healthy(address) and [worker["state"] for worker in made.workers()] == ["ready", "ready"])
+        hand.wait(lambda: healthy(address) and [worker["state"] for worker in workers(made.admin)] == ["ready", "ready"])
         yield made
     finally:
         hand.stop()
@@ -201,7 +145,7 @@ def test_a_client_generated_from_the_proto_alone_works(served: Processes, tmp_pa
 def test_sigterm_drains_each_process_while_its_requests_finish(slow: Processes) -> None:
     prompt = [[1] * 1000, [2] * 100, [3] * 100]
     during_prefill = Asking(slow, prompt[0], max_tokens=4)
-    slow.hand.wait(lambda: any(worker["role"] == "prefill" and worker["load"]["running"] for worker in slow.workers()))
+    slow.hand.wait(lambda: any(worker["role"] == "prefill" and worker["load"]["running"] for worker in workers(slow.admin)))
     slow.prefill.terminate()
     slow.hand.wait(lambda: "draining" in slow.hand.log("prefill_worker"))
     assert not during_prefill.tokens, "the prefill finished before the signal, so the test proves nothing"
@@ -210,7 +154,7 @@ def test_sigterm_drains_each_process_while_its_requests_finish(slow: Processes) 
     assert f"-{slow.prefill.pid}-" in result.workers["prefill"] and result.workers["retries"] == 0
     assert result.handoff["recomputed_tokens"] == 0
     assert slow.prefill.wait(15) == 0
-    slow.hand.wait(lambda: len(slow.workers()) == 1)
+    slow.hand.wait(lambda: len(workers(slow.admin)) == 1)
 
     during_decode = Asking(slow, prompt[1], max_tokens=240)
     slow.hand.wait(lambda: during_decode.tokens)

@@ -145,7 +145,7 @@ class CompiledOps(Ops):
 
     @property
     def arithmetic(self) -> str:
-        return f"kernels for {target()}{' with AMX' if amx.THERE else ''}; {dict(sorted(self._by.items()))}"
+        return f"{_kernels()}; {dict(sorted(self._by.items()))}"
 
     @property
     def has_int8(self) -> bool:
@@ -195,7 +195,12 @@ class CompiledOps(Ops):
 
 def choice(kind: torch.dtype) -> products.Choice:
     """Chooses what multiplies weights of this type, with as many threads as torch has now."""
-    return products.choice(kind, torch.get_num_threads(), _arm)
+    return products.choice(kind, torch.get_num_threads(), _arm, _kernels())
+
+
+def _kernels() -> str:
+    """By which two machines' kernels compute the same bits."""
+    return f"kernels for {target()}{' with AMX' if amx.THERE else ''}"
 
 
 def _arm(by: str, matrix: Tensor) -> Multiply:

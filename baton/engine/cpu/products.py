@@ -5,6 +5,9 @@ are needed to read its memory at full rate. The first process that multiplies in
 hundred milliseconds, and keeps the result beside the compiled kernels. Others that start meanwhile wait; all processes with as many threads
 take the same one, now and later, so their results have the same bits. On a processor that is busy with other work, times say nothing: then
 the first candidate multiplies, and that is kept, because a worker that starts again must not multiply otherwise than the others.
+
+What is kept is known on one machine, and in a container only until it ends. So the workers of a cluster agree on what the first of them has
+found or kept (`baton.engine.core.agreed`), on whatever machine, if their kernels are compiled for the same processors.
 """
 
 import json
@@ -23,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from baton.engine.core.agreed import agreed
 from baton.engine.cpu.features import host
 from baton.engine.cpu.kernel_cache import OWN, key_of, place_of
 from baton.engine.model.ops import Multiply
@@ -87,8 +91,34 @@ def measured(arms: Mapping[str, Multiply], dtype: torch.dtype) -> dict[str, list
 
 
 @cache
-def choice(kind: torch.dtype, threads: int, arm: Callable[[str, Tensor], Multiply]) -> Choice:
-    """The choice for such weights. `arm(candidate, matrix)` raises ValueError if the candidate cannot multiply `[OUTS, WIDTH]` here."""
+def choice(kind: torch.dtype, threads: int, arm: Callable[[str, Tensor], Multiply], alike: str = "") -> Choice:
+    """The choice for such weights. `arm(candidate, matrix)` raises ValueError if the candidate cannot multiply `[OUTS, WIDTH]` here.
+    `alike`: what must be the same for the results of one candidate to have the same bits elsewhere."""
+    topic, mine = f"products of {kind}, {alike}, torch {torch.__version__}", None
+    held = agreed(topic)
+    if not held:
+        mine = _choice_here(kind, threads, arm)
+        held = agreed(topic, mine.by)  # another process may have been faster
+    if mine is not None and held == mine.by:
+        return mine
+    if _can(held, kind, arm):
+        return Choice(held, {held: []})
+    mine = mine or _choice_here(kind, threads, arm)
+    log.warning("other workers of this cluster multiply %s by %s, which cannot do it here: %s does", kind, held, mine.by)
+    return mine
+
+
+def _can(by: str, kind: torch.dtype, arm: Callable[[str, Tensor], Multiply]) -> bool:
+    if by not in CANDIDATES:
+        return False
+    try:
+        arm(by, torch.ones(OUTS, WIDTH).to(kind))
+    except ValueError:
+        return False
+    return True
+
+
+def _choice_here(kind: torch.dtype, threads: int, arm: Callable[[str, Tensor], Multiply]) -> Choice:
     place = place_of(OWN)
     file = place.folder / f"products-{_machine(kind, threads):08x}.json" if place else None
     if file and (kept := _kept(file)):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.core.agreed import agreeing
 from baton.engine.cpu import compiled_ops, int8, panels, products
 from baton.engine.cpu.compiled_ops import CompiledOps
 from baton.engine.cpu.kernel_cache import Place
@@ -113,6 +114,27 @@ def test_what_was_decided_on_a_busy_processor_holds_for_later_processes(
     assert later.by == "baton" and str(later) == "baton (not compared with others)"
     kept(folder)[0].unlink()
     assert Arms("onednn").choice().by == "onednn"
+
+
+@pytest.mark.parametrize(("held", "by", "tried"), [("onednn", "onednn", False), ("torch", "baton", True), ("an abacus", "baton", True)])
+def test_what_a_cluster_has_agreed_on_is_not_tried_unless_it_cannot_be_done(folder: Path, held: str, by: str, tried: bool) -> None:
+    """It is not kept here: another cluster may have found something else."""
+    asked = []
+    arms = Arms("baton")
+    with agreeing(lambda topic, mine: asked.append((topic, mine)) or held):
+        assert arms.choice().by == by
+    assert bool(kept(folder)) == tried
+    ((topic, mine),) = asked
+    assert not mine and topic.startswith("products of torch.float32")
+
+
+def test_what_was_found_is_told_and_gives_way_to_what_another_told_first(folder: Path) -> None:
+    told = []
+    with agreeing(lambda topic, mine: told.append(mine) or mine):
+        assert Arms("onednn").choice().by == "onednn"
+    with agreeing(lambda topic, mine: mine and "baton"):
+        assert Arms("onednn").choice().by == "baton"
+    assert told == ["", "onednn"] and Arms("torch").choice().by == "onednn", "what was found here is kept"
 
 
 def test_a_trial_that_was_disturbed_is_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
