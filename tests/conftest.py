@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10000, 20, 20)
     gc.enable()
 
 

@@ -95,6 +95,7 @@ def settle() -> None:
     runs. And the loop keeps no list of async generators, which it needs only at its end: everybody closes his own."""
     gc.freeze()
     gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
+    gc.enable()
     sys.set_asyncgen_hooks(firstiter=None)
 
 

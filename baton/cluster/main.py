@@ -1,6 +1,7 @@
 """The main function that all our processes share: arguments → configuration → lifecycle."""
 
 import asyncio
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -54,4 +55,5 @@ def main(role: str, process: Callable[[Config, Stop], Process]) -> None:
         print(error, file=sys.stderr)
         sys.exit(CANNOT)
     listen(lambda: stop.witness("signal"))
+    gc.disable()  # until `settle`: an engine imports torch and makes much else that stays, and looking at it takes a fifth of its start
     sys.exit(asyncio.run(run(made, stop, LastResort(), settle)))

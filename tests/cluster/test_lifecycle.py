@@ -402,7 +402,7 @@ async def test_what_the_start_made_is_not_looked_at_again(collector: None) -> No
     await until(lambda: gc.get_freeze_count())
     stop.ask()
     assert await ended(running) == 0
-    assert frozen == [0] and gc.get_freeze_count() > 10_000 and gc.get_threshold()[0] == YOUNG
+    assert frozen == [0] and gc.get_freeze_count() > 10_000 and gc.get_threshold()[0] == YOUNG and gc.isenabled()
 
 
 async def test_a_generator_that_nobody_closes_is_closed_after_it_settled(collector: None) -> None:
