@@ -128,6 +128,11 @@ def _router_aims() -> Iterator[Aim]:
         yield Aim("routers", f"two and three routers ÷ one: {what}", worse, ratios, most=worse > 1)
     metrics = load("observability")["alone"]["metrics"]
     more = [metrics[key][1] for key in ("more_request_us", "more_token_us")]
+    big = load("big_prompts")["clients"]
+    burst = [big["200"]["queue ms"]["P99"] / big["20"]["queue ms"]["P99"]]
+    yield Aim("big_prompts", "router's own time at P99, 200 prompts at once ÷ 20", 3.0, burst, "{:.1f}", most=True)
+    beside = [each["gap ms"]["longest"] for each in big.values()]
+    yield Aim("big_prompts", "longest gap of a stream beside", 20, beside, "{:.0f} ms", most=True)
     yield Aim("observability", "metrics, on the router's path alone", 0.05, more, "{:+.0%}", most=True)
 
 

@@ -3,11 +3,12 @@
     colocated   one worker that does both: prompts of several lengths and cached shares, one at a time; batches that decode over several
                 contexts; prompts among decodes. Each time is a sum of steps, so all go into one fit.
     split       one prefill and one decode worker: handoffs, by the bytes of their KV
-    pair        two workers that do both, alone and at once: how two busy cores slow each other
+    pair        two workers that do both, alone and at once: how two busy cores slow each other, by what each of them does
 
 Each needs as many cores or GPUs as it has workers, and may be left out: the profile then has no model of what it would have told, and says
 so. Processor time of router, workers and this process is what the system has counted, less what they use at rest. The machine must do
-nothing else; `load` in the profile says whether it did.
+nothing else; `load` in the profile says whether it did. A prompt that is timed comes after a pause, as in a cluster that is not full: right
+after another one, caches hold what it needs, and a small model's first token took a fifth less time.
 """
 
 import asyncio
@@ -40,6 +41,7 @@ TIMEOUT_S = 60.0
 LEAST_S = 1e-5  # of a difference that is fitted
 LEAST_PROMPT, PACED = 16, 160  # tokens of a prompt that takes no time, and of an answer that takes much
 ROUNDS = 4  # at most, for each that counts
+PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,11 @@ class Asker:
                     on_first()
             return Heard(times, stream.result)
 
+    async def ask_alone(self, prompt: Sequence[int], tokens: int) -> Heard:
+        """After a pause."""
+        await asyncio.sleep(PAUSE_S)
+        return await self.ask(prompt, tokens)
+
 
 @dataclass(slots=True)
 class Processes:
@@ -125,6 +132,15 @@ def _threads(pid: int) -> list[float]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Unlike:
+    """A prompt that one worker computed while the other decoded. Seconds."""
+
+    prompt: float
+    token: float  # of the other worker meanwhile
+    tokens: int
+
+
 @dataclass(slots=True)
 class Measured:
     """Rows for the fits, by model."""
@@ -132,8 +148,9 @@ class Measured:
     rows: dict[str, Rows] = field(default_factory=lambda: {"step": [], "router": [], "worker": [], "client": []})
     handoffs: list[tuple[int, int, float]] = field(default_factory=list)  # context, bytes, seconds from the first token to the second
     starts: list[float] = field(default_factory=list)
-    pairs: list[float] = field(default_factory=list)
+    prompts: list[tuple[float, float]] = field(default_factory=list)  # seconds of one: alone, and while the other worker has one, too
     paces: list[tuple[float, float]] = field(default_factory=list)  # seconds of a token: alone, and while the other worker decodes, too
+    unlike: list[Unlike] = field(default_factory=list)
     facts: dict[str, int] = field(default_factory=dict)
 
 
@@ -200,7 +217,7 @@ async def _colocated(found: Measured, asker: Asker, processes: Processes, amount
 async def _split(found: Measured, asker: Asker, processes: Processes, amount: Amount, chunk: int) -> None:
     for tokens in amount.prompts:
         for _ in range(amount.repeats):
-            heard = await asker.ask(asker.prompt(tokens), 4)
+            heard = await asker.ask_alone(asker.prompt(tokens), 4)
             found.rows["step"].append((_first(works_of_prompt(tokens, 0, chunk)), heard.times[0]))
             found.handoffs.append((tokens, int(heard.result.handoff["bytes"]), heard.times[1] - heard.times[0]))
     await _costs(found, asker, processes, amount, calls=2)
@@ -214,7 +231,7 @@ async def _prompts(rows: Rows, asker: Asker, amount: Amount, chunk: int) -> None
                 prompt = asker.prompt(tokens)
                 if share:
                     await asker.ask(prompt[: int(tokens * share)], 1)
-                heard = await asker.ask(prompt, 1)
+                heard = await asker.ask_alone(prompt, 1)
                 times.append(heard.times[0])
                 cached = heard.result.usage.cached_tokens
             rows.append((_first(works_of_prompt(tokens, cached, chunk)), median(times)))
@@ -285,9 +302,11 @@ async def _costs(found: Measured, asker: Asker, processes: Processes, amount: Am
 
 
 async def _pair(found: Measured, asker: Asker, amount: Amount) -> None:
-    """Prompts, and then answers, on one worker alone and on both at once."""
-    found.pairs = [min(1.0, alone / both) for alone, both in await _rounds(asker, amount.prompts[-1], 1, amount.repeats)]
+    """Prompts of middle length, and then answers, on one worker alone and on both at once; then one beside the other."""
+    prompt = amount.prompts[len(amount.prompts) // 2]
+    found.prompts = await _rounds(asker, prompt, 1, 2 * amount.repeats)
     found.paces = await _rounds(asker, LEAST_PROMPT, PACED, amount.repeats)
+    found.unlike = await _unlike(asker, prompt, 2 * amount.repeats)
 
 
 async def _rounds(asker: Asker, prompt: int, tokens: int, count: int) -> list[tuple[float, float]]:
@@ -295,6 +314,7 @@ async def _rounds(asker: Asker, prompt: int, tokens: int, count: int) -> list[tu
     round in which one worker got both says nothing."""
 
     async def several(streams: int) -> list[Heard]:
+        await asyncio.sleep(PAUSE_S)
         return await asyncio.gather(*(asker.ask(asker.prompt(prompt), tokens) for _ in range(streams)))
 
     def seconds(every: list[Heard]) -> float:
@@ -305,6 +325,30 @@ async def _rounds(asker: Asker, prompt: int, tokens: int, count: int) -> list[tu
         alone, both = await several(1), await several(2)
         if len({heard.result.workers["decode"] for heard in both}) == 2:
             made.append((seconds(alone), seconds(both)))
+        if len(made) == count:
+            break
+    return made
+
+
+async def _unlike(asker: Asker, prompt: int, count: int) -> list[Unlike]:
+    """A round says nothing in which one worker got both, or the answer ended first."""
+
+    async def meanwhile(made: list[Unlike]) -> None:
+        running, began = asyncio.Event(), time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(asker.ask(asker.prompt(LEAST_PROMPT), PACED, running.set))
+            await running.wait()
+            start = time.perf_counter() - began
+            heard = await asker.ask(asker.prompt(prompt), 1)
+            end = time.perf_counter() - began
+        other = task.result()
+        times = [at for at in other.times if start < at <= end]
+        if heard.result.workers["decode"] != other.result.workers["decode"] and other.times[-1] > end and len(times) > 1:
+            made.append(Unlike(heard.times[0], (times[-1] - times[0]) / (len(times) - 1), len(times)))
+
+    made = list[Unlike]()
+    for _ in range(ROUNDS * count):
+        await meanwhile(made)
         if len(made) == count:
             break
     return made
@@ -348,8 +392,8 @@ def profile_of(found: Measured, model: str, engine: Mapping[str, object], amount
         kv, workers = median(nbytes / context for context, nbytes, _ in found.handoffs), 2.0
     if found.starts:
         models["start"] = Fitted({"base": median(found.starts)}, (), 0.1, len(found.starts), "from `baton up` to the first answer")
-    if found.pairs:
-        models["sharing"] = _sharing(found, sum(costs[name].values["token"] for name in costs))
+    if found.prompts:
+        models["sharing"] = _sharing(found, whole.values["path"], sum(costs[name].values["token"] for name in costs))
     region = {
         "prompt tokens": (1.0, float(amount.prompts[-1])),
         "output tokens": (1.0, 160.0),
@@ -362,15 +406,25 @@ def profile_of(found: Measured, model: str, engine: Mapping[str, object], amount
     return Profile("measured", cores, model, {**engine, **found.facts, "max_num_batched_tokens": chunk}, kv, "sum", models, region, **about)
 
 
-def _sharing(found: Measured, token: float) -> Fitted:
-    """`token`: what router, worker and client compute for one. While two workers decode, no core is left for that, so it is a part of
-    what a token then takes."""
-    pairs = found.pairs
-    decodes = [min(1.0, alone / max(alone, both - token)) for alone, both in found.paces]
-    each = product(pairs, decodes) if decodes else ((pair, 0.0) for pair in pairs)
-    draws = tuple({"pair": pair, "decode": decode} for pair, decode in each)
-    values = {"pair": median(pairs), "decode": median(decodes) if decodes else 0.0}
-    return Fitted(values, draws, 0.0, len(pairs) + len(decodes), "prompts, and answers, on one worker and on two")
+def _sharing(found: Measured, path: float, token: float) -> Fitted:
+    """`path`: seconds to a first token that no step takes. `token`: what router, worker and client compute for one. While two workers
+    compute, no core is left for that: it is a part of what a token then takes, and takes half of its time from the core of a prompt."""
+    alone = median(first for first, _ in found.prompts) - path
+    pace = median((first for first, _ in found.paces)) if found.paces else 0.0
+    pairs = [{"pair": _speed(first - path, both - path)} for first, both in found.prompts]
+    decodes = [{"decode": _speed(first, both - token)} for first, both in found.paces] or [{}]
+    unlike = [
+        {"prompt_beside": _speed(alone, each.prompt - path - each.tokens * token / 2), "decode_beside": _speed(pace, each.token - token)}
+        for each in (found.unlike if pace else ())
+    ] or [{}]
+    draws = tuple({**one, **two, **three} for one, two, three in product(pairs, decodes, unlike))
+    values = {name: median(draw[name] for draw in draws) for name in draws[0]}
+    rows = len(found.prompts) + len(found.paces) + len(found.unlike)
+    return Fitted(values, draws, 0.0, rows, "prompts, and answers, on one worker, on two, and beside each other")
+
+
+def _speed(alone: float, beside: float) -> float:
+    return max(LEAST_S, alone) / max(LEAST_S, alone, beside)
 
 
 def _beside_steps(handoffs: Sequence[tuple[int, int, float]], step: Fitted) -> Rows:

@@ -21,7 +21,7 @@ from baton.predict.setting import Setting
 from baton.profile.file import Profile
 from baton.simulate import virtual_time
 from baton.simulate.cluster import SimulatedCluster
-from baton.simulate.cores import Cores, Own, Thread
+from baton.simulate.cores import Cores, Own, Speeds, Thread
 from baton.simulate.workers import Times
 from loadtest.drive import Run, drive
 from loadtest.slo import Slo
@@ -107,11 +107,16 @@ async def standing(
     setting: Setting, profile: Profile, times: Times, large: bool = False
 ) -> AsyncIterator[tuple[SimulatedCluster, SimulatedDoor]]:
     """A cluster, and the door to it, once it is ready. Within a loop of virtual time."""
-    cores = Own() if setting.cores is None else Cores(setting.cores, profile.values("sharing")["pair"] or 1.0)
+    cores = Own() if setting.cores is None else Cores(setting.cores, _speeds(profile))
     cluster = SimulatedCluster(setting.sizes, times, setting.router, setting.slo, setting.routers, cores, large)
     async with cluster.watched():
         await asyncio.sleep(1.0)  # the first records have been read, and the first probes answered
         yield cluster, SimulatedDoor(cluster, profile, Thread(cores))
+
+
+def _speeds(profile: Profile) -> Speeds:
+    """A number that was not measured is 0."""
+    return Speeds(**{name: value for name, value in profile.values("sharing").items() if value})
 
 
 def predict(

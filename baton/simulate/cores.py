@@ -2,27 +2,54 @@
 
 `Cores.work` is processor sharing (Kleinrock, "Time-shared systems: a theoretical treatment", 1967): while k jobs are busy on c cores, each
 goes on at min(1, c / k) of its speed, which is what a fair scheduler of an operating system comes to over more than a time slice. Busy
-cores also slow each other, since they share caches, memory and the clock, and some work more than other: `pair` is how fast each of two
-goes that do the same and are both busy, in shares of one alone. A thread does one thing after the other (`Thread`).
+cores also slow each other, since they share caches, memory and the clock, and how much depends on what both do (`Speeds`). A thread does
+one thing after the other (`Thread`).
 """
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import Literal, Protocol
 
 ROUNDING_S = 1e-12  # what may be missing of a job that has had its time
+Kind = Literal["prompt", "decode", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """How fast a busy core goes while another is busy, in shares of one alone. None: as `pair`. Raises ValueError for one that is not
+    above 0 and at most 1."""
+
+    pair: float = 1.0  # both compute prompts, or one does what is neither a prompt nor a decode
+    decode: float | None = None  # both decode
+    prompt_beside: float | None = None  # a prompt, while the other decodes
+    decode_beside: float | None = None  # a decode, while the other computes a prompt
+
+    def __post_init__(self) -> None:
+        for speed in fields(self):
+            value = getattr(self, speed.name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"a speed of {value}: it is above 0 and at most 1")
+
+    def of(self, kind: Kind, other: Kind) -> float:
+        """Of one that does `kind`."""
+        special = {
+            ("decode", "decode"): self.decode,
+            ("prompt", "decode"): self.prompt_beside,
+            ("decode", "prompt"): self.decode_beside,
+        }.get((kind, other))
+        return self.pair if special is None else special
 
 
 class Computes(Protocol):
-    async def work(self, seconds: float, pair: float | None = None) -> None:
-        """Returns when so much processor time has been used. `pair`: of this work, if it is not that of all others."""
+    async def work(self, seconds: float, kind: Kind = "other") -> None:
+        """Returns when so much processor time has been used."""
 
 
 class Own:
     """A core for everybody: nobody waits."""
 
-    async def work(self, seconds: float, pair: float | None = None) -> None:
+    async def work(self, seconds: float, kind: Kind = "other") -> None:
         if seconds > 0:
             await asyncio.sleep(seconds)
 
@@ -30,30 +57,29 @@ class Own:
 @dataclass(slots=True, eq=False)
 class _Job:
     left: float  # seconds of a core alone
-    pair: float
+    kind: Kind
     done: asyncio.Future[None]
 
 
 class Cores:
-    def __init__(self, cores: int, pair: float = 1.0) -> None:
-        """Raises ValueError for no core, or a `pair` that is not above 0 and at most 1."""
-        if cores < 1 or not 0 < pair <= 1:
-            raise ValueError(f"{cores} cores at a speed of {pair}: there is at least one, at a speed above 0 and at most 1")
-        self._cores, self._pair = cores, pair
+    def __init__(self, cores: int, speeds: Speeds | None = None) -> None:
+        """Raises ValueError for no core."""
+        if cores < 1:
+            raise ValueError(f"{cores} cores: there is at least one")
+        speeds = speeds or Speeds()
+        kinds: tuple[Kind, ...] = ("prompt", "decode", "other")
+        self._cores = cores
+        self._lost = {(kind, other): 1 - speeds.of(kind, other) for kind in kinds for other in kinds}
         self._jobs: list[_Job] = []  # as they came: there are few, and each goes at a speed of its own
         self._at = 0.0  # until when what is left has been counted
         self._timer: asyncio.TimerHandle | None = None
 
-    async def work(self, seconds: float, pair: float | None = None) -> None:
-        """Raises ValueError as the constructor does."""
+    async def work(self, seconds: float, kind: Kind = "other") -> None:
         if seconds <= 0:
             return
-        pair = self._pair if pair is None else pair
-        if not 0 < pair <= 1:
-            raise ValueError(f"a speed of {pair}: it is above 0 and at most 1")
         loop = asyncio.get_running_loop()
         self._pass(loop.time())
-        job = _Job(seconds, pair, loop.create_future())
+        job = _Job(seconds, kind, loop.create_future())
         self._jobs.append(job)
         self._arm(loop)
         try:
@@ -66,10 +92,13 @@ class Cores:
             raise
 
     def _speed(self, job: _Job) -> float:
+        """What all cores but one lose it is told by `Speeds`; fewer lose it their share. Which of the others run beside it, chance says."""
         busy = len(self._jobs)
         used = min(busy, self._cores)
-        slowed = 1 - (1 - job.pair) * (used - 1) / (self._cores - 1) if used > 1 else 1.0
-        return slowed * used / busy
+        if used == 1:
+            return 1 / busy
+        lost = sum(self._lost[job.kind, other.kind] for other in self._jobs if other is not job) / (busy - 1)
+        return (1 - lost * (used - 1) / (self._cores - 1)) * used / busy
 
     def _pass(self, now: float) -> None:
         passed = now - self._at

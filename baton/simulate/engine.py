@@ -18,7 +18,7 @@ from baton.engine.core.sampling import Sampled
 from baton.engine.core.sequence import Sequence, State
 from baton.profile.file import Profile
 from baton.profile.models import Work, decode_seconds, pairs_of, step_seconds
-from baton.simulate.cores import Computes, Own
+from baton.simulate.cores import Computes, Kind, Own
 from baton.simulate.jumps import VOCABULARY, Jump, plain_steps
 from baton.simulate.virtual_time import VirtualLoop
 
@@ -60,14 +60,9 @@ class ProfiledPace:
 
     def __init__(self, profile: Profile) -> None:
         self.numbers, self._form = profile.values("step"), profile.form
-        self._pair = profile.values("sharing")["decode"] or None
 
     def __call__(self, work: Work) -> float:
         return step_seconds(self.numbers, self._form, work)
-
-    def pair(self, work: Work) -> float | None:
-        """For `Cores.work`."""
-        return None if work.tokens else self._pair
 
     def decodes(self, decodes: int, context: int, steps: int) -> list[float]:
         return decode_seconds(self.numbers, self._form, decodes, context, steps)
@@ -88,12 +83,12 @@ class ModelledRunner:
         self.layout = KvLayout("model", "int8", block_size, 1, 1, 1)
         self.pool = KvPool(self.layout, num_blocks)
         self.step_s = 0.0  # of the last step
-        self.pair: float | None = None  # of the last step, for `Cores.work`
+        self.kind: Kind = "other"  # of the last step
 
     def run(self, batch: Seq[Chunk]) -> list[Tokens]:
         work = work_of(batch)
         self.step_s = self.pace(work)
-        self.pair = self.pace.pair(work) if isinstance(self.pace, ProfiledPace) else None
+        self.kind = "prompt" if work.tokens else "decode"
         return [(Sampled(len(chunk.seq.tokens) % VOCABULARY),) if chunk.samples else () for chunk in batch]
 
     def decodes(self, decodes: int, context: int, steps: int) -> list[float]:
@@ -274,7 +269,7 @@ class ModelledEngine(Commands):
 
     async def _pass(self, began: float, seconds: float) -> None:
         if self._cores is not None:
-            await self._cores.work(seconds, self._runner.pair)
+            await self._cores.work(seconds, self._runner.kind)
         elif seconds > 0:
             await self._end(began + seconds)
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from baton.simulate.cores import Cores, Own, Thread
+from baton.simulate.cores import Cores, Kind, Own, Speeds, Thread
 from baton.simulate.virtual_time import run
 
 
@@ -35,24 +35,32 @@ def test_a_short_job_that_comes_later_slows_the_others_while_it_lasts() -> None:
 
 
 def test_two_busy_cores_slow_each_other() -> None:
-    assert ends(Cores(2, pair=0.8), [(0, 4), (0, 2)]) == pytest.approx([4.5, 2.5])
+    assert ends(Cores(2, Speeds(0.8)), [(0, 4), (0, 2)]) == pytest.approx([4.5, 2.5])
 
 
-def test_each_kind_of_work_has_its_own_pace_beside_others() -> None:
-    """At four fifths of its speed, and at half: when the first has had its 4 seconds, 2.5 of the other's 3 are done."""
-
+@pytest.mark.parametrize(
+    ("jobs", "ended"),
+    [
+        ([("prompt", 4), ("prompt", 3)], [4.75, 3.75]),  # the last second alone
+        ([("decode", 4), ("decode", 3)], [7, 6]),
+        ([("prompt", 4), ("decode", 3)], [4 / 0.6, 7]),  # the decode's last third of a second alone
+        ([("decode", 4), ("other", 3)], [4.75, 3.75]),
+        ([("decode", 2), ("prompt", 100), ("other", 100)], [5]),  # two of three run: it is beside either as often as the other
+    ],
+)
+def test_how_fast_a_core_goes_depends_on_what_it_and_another_do(jobs: list[tuple[Kind, float]], ended: list[float]) -> None:
     async def main() -> list[float]:
-        cores, loop = Cores(2, pair=0.8), asyncio.get_running_loop()
+        cores, loop = Cores(2, Speeds(0.8, decode=0.5, prompt_beside=0.6, decode_beside=0.4)), asyncio.get_running_loop()
 
-        async def one(seconds: float, pair: float | None) -> float:
-            await cores.work(seconds, pair)
+        async def one(kind: Kind, seconds: float) -> float:
+            await cores.work(seconds, kind)
             return loop.time()
 
-        return list(await asyncio.gather(one(4, None), one(3, 0.5)))
+        return list(await asyncio.gather(*(one(*job) for job in jobs)))
 
-    assert run(main()) == pytest.approx([5, 5.5])
+    assert run(main())[: len(ended)] == pytest.approx(ended)
     with pytest.raises(ValueError, match="above 0"):
-        run(Cores(2).work(1, pair=0.0))
+        Speeds(decode=0.0)
 
 
 def test_no_work_is_lost_and_none_is_done_twice() -> None:
