@@ -116,25 +116,37 @@ def test_what_was_decided_on_a_busy_processor_holds_for_later_processes(
     assert Arms("onednn").choice().by == "onednn"
 
 
+@dataclass
+class Cluster:
+    """What it says to every question, and what it was asked and told."""
+
+    says: Callable[[str], str]
+    heard: list[tuple[str, str]] = field(default_factory=list)
+
+    def __call__(self, topic: str, mine: str) -> str:
+        self.heard.append((topic, mine))
+        return self.says(mine)
+
+
 @pytest.mark.parametrize(("held", "by", "tried"), [("onednn", "onednn", False), ("torch", "baton", True), ("an abacus", "baton", True)])
 def test_what_a_cluster_has_agreed_on_is_not_tried_unless_it_cannot_be_done(folder: Path, held: str, by: str, tried: bool) -> None:
     """It is not kept here: another cluster may have found something else."""
-    asked = []
-    arms = Arms("baton")
-    with agreeing(lambda topic, mine: asked.append((topic, mine)) or held):
-        assert arms.choice().by == by
+    cluster = Cluster(lambda mine: held)
+    with agreeing(cluster):
+        assert Arms("baton").choice().by == by
     assert bool(kept(folder)) == tried
-    ((topic, mine),) = asked
+    ((topic, mine),) = cluster.heard
     assert not mine and topic.startswith("products of torch.float32")
 
 
 def test_what_was_found_is_told_and_gives_way_to_what_another_told_first(folder: Path) -> None:
-    told = []
-    with agreeing(lambda topic, mine: told.append(mine) or mine):
+    first, late = Cluster(lambda mine: mine), Cluster(lambda mine: mine and "baton")
+    with agreeing(first):
         assert Arms("onednn").choice().by == "onednn"
-    with agreeing(lambda topic, mine: mine and "baton"):
+    with agreeing(late):
         assert Arms("onednn").choice().by == "baton"
-    assert told == ["", "onednn"] and Arms("torch").choice().by == "onednn", "what was found here is kept"
+    assert [mine for _, mine in first.heard] == ["", "onednn"] == [mine for _, mine in late.heard]
+    assert Arms("torch").choice().by == "onednn", "what was found here is kept"
 
 
 def test_a_trial_that_was_disturbed_is_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
