@@ -97,6 +97,14 @@ def test_the_reaper_skips_a_renewed_lease_at_the_front() -> None:
     assert table.expire(12.0) == [second]
 
 
+def test_an_expired_lease_is_dead_before_the_reaper_comes() -> None:
+    table = LeaseTable(TTL)
+    lease = granted(table, 0.0)
+    assert table.get(lease.id, TTL - 0.1) is lease
+    assert table.get(lease.id, TTL) is None and not table.renew(lease.id, TTL) and table.release(lease.id, TTL) is None
+    assert table.expire(TTL) == [lease]
+
+
 def test_an_open_lease_does_not_expire() -> None:
     table = LeaseTable(TTL)
     lease = table.grant()

@@ -265,6 +265,20 @@ async def test_a_handle_of_an_earlier_incarnation_is_refused() -> None:
         await p.settled()
 
 
+async def test_a_holder_refuses_a_handle_of_its_earlier_incarnation_itself() -> None:
+    """Whatever its reader knows: one that is still connected to the process before shakes no hands."""
+    async with pair() as p:
+        handle, exporter = leased(await p.hand_over()), p.prefill.port.exporter
+        exporter.incarnation = 8
+        with pytest.raises(BatonError, match=r"the handle is from .*:7; this is .*:8"):
+            await exporter.piece(handle, "r", 0, 0.0)
+        with pytest.raises(BatonError, match="the handle is from"):
+            exporter.release(handle, "r")
+        assert exporter.num_leases == 1 and exporter.events["fenced"] == 2
+        p.clock.now += 1000
+        await p.settled()
+
+
 async def test_a_second_reader_can_use_the_lease_of_a_reader_that_died() -> None:
     """When a decode worker dies before its read ends, the lease stays alive and another worker reads the same KV."""
     async with pair() as p:
