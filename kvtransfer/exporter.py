@@ -197,6 +197,8 @@ class Exporter:
         if first < 0:
             raise BatonError(Reason.LEASE_REFUSED, f"there is no block {first}")
         if not export.complete and len(export.block_ids) <= first:
+            if first:
+                failpoint("kv.caught_up")  # the reader has everything that is ready
             await export.wait_beyond(first, min(wait_s, MAX_WAIT_S))
             self.renew(handle, request_id)
         if not direct and export.on_host < len(export.block_ids):

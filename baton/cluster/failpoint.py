@@ -7,7 +7,7 @@ dies as if by SIGKILL), `sleep:SECONDS`, `raise`, `flip` (the code at that place
 
 BATON_FAILPOINTS_FOLDER names a folder that the processes of a cluster share. While it holds a file NAME with such a rule, without `NAME=`,
 the point is set in all of them, running ones, too, which count from where they first meet the file. It acts once: the process whose turn it
-is renames the file to NAME.reached, so a restarted process does not die again.
+is renames the file to NAME.reached, so a restarted process does not die again. One more action, `hold`, lasts until that file is gone.
 """
 
 import os
@@ -19,6 +19,7 @@ from pathlib import Path
 from baton.cluster.errors import BatonError, Reason
 
 REACHED = ".reached"  # ending of the file of a point that has acted
+HELD_S = 0.005  # between two looks of a process that is held
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ def parse(text: str) -> dict[str, _Point]:
         name, _, rule = item.partition("=")
         rule, _, nth = rule.partition("@")
         action, _, argument = rule.partition(":")
-        if not name or action not in {"exit", "sleep", "raise", "flip"}:
+        if not name or action not in {"exit", "sleep", "raise", "flip", "hold"}:
             raise ValueError(f"BATON_FAILPOINTS: cannot read {item!r}")
         points[name] = _Point(action, float(argument or 0), int(nth) if nth else None)
     return points
@@ -78,6 +79,9 @@ def _act(name: str, point: _Point) -> bool:
             os.kill(os.getpid(), signal.SIGKILL)
         case "sleep":
             time.sleep(point.argument)
+        case "hold":
+            while _folder is not None and Path(_folder, f"{name}{REACHED}").exists():
+                time.sleep(HELD_S)
         case "raise":
             raise BatonError(Reason.INTERNAL, f"failpoint {name}")
     return point.action == "flip"

@@ -1,7 +1,9 @@
 """Failpoints that a test sets in running processes."""
 
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +55,22 @@ def test_of_several_processes_one_acts(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "here").write_text("flip@2")
     with process() as one, process() as other:
         assert [passes(each) for each in (one, other, other, one, one)] == [False, False, True, False, False]
+
+
+def test_a_process_is_held_until_its_file_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_FAILPOINTS_FOLDER", str(tmp_path))
+    (tmp_path / "here").write_text("hold@2")
+    with process() as held:
+        assert not passes(held) and held.stdin and held.stdout
+        held.stdin.write("\n")
+        held.stdin.flush()
+        reached, deadline = tmp_path / f"here{REACHED}", time.monotonic() + 60
+        while not reached.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not select.select([held.stdout], [], [], 0.1)[0]
+        reached.unlink()
+        assert held.stdout.readline() == "False\n"
 
 
 def passes(process: "subprocess.Popen[str]") -> bool:

@@ -111,20 +111,26 @@ class Cluster:
 
     @contextmanager
     def faults(self, failpoints: str) -> Iterator[None]:
-        """Sets failpoints; each must act once until the end. The cluster needs a BATON_FAILPOINTS_FOLDER."""
-        folder = Path(self.env["BATON_FAILPOINTS_FOLDER"])
+        """Sets failpoints; each must act once until the end, when a process that is held goes on. The cluster needs a
+        BATON_FAILPOINTS_FOLDER."""
         rules = dict(item.split("=", 1) for item in failpoints.split(",") if item)
         try:
             for name, rule in rules.items():
-                draft = folder / "draft"  # a process must not read half a rule
-                draft.write_text(rule)
-                draft.rename(folder / name)
+                self.set_fault(name, rule)
             yield
-            left = {file.name for file in folder.iterdir()}
-            assert left == {self.reached(name).name for name in rules}, "the fault did not happen"
+            assert all(self.reached(name).exists() for name in rules), "the fault did not happen"
         finally:
-            for file in folder.iterdir():
-                file.unlink()
+            for file in (self.reached(name) for name in rules):
+                file.with_suffix("").unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
+
+    def set_fault(self, point: str, rule: str) -> None:
+        """Within `faults`, it sets a point again that has acted: then the process that is held there goes on, and the next one is."""
+        reached = self.reached(point)
+        draft = reached.with_name("draft")  # a process must not read half a rule
+        draft.write_text(rule)
+        draft.rename(reached.with_suffix(""))
+        reached.unlink(missing_ok=True)
 
     def reached(self, point: str) -> Path:
         """Exists once a process has reached that failpoint."""

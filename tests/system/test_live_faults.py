@@ -21,7 +21,8 @@ pytestmark = pytest.mark.system
 CHUNK, BLOCK = 64, 16
 PROMPT = [i * 7 % 251 for i in range(6 * CHUNK + 20)]
 BLOCKS = -(-len(PROMPT) // BLOCK)
-LONG = PROMPT * 4  # 26 chunks: a second of computing, so that a machine which stands still for a moment does not hide a live read
+LONG = PROMPT * 4  # 26 chunks
+HELD = "engine.step", f"hold@{-(-len(LONG) // CHUNK)}"  # who computes it waits there before anybody hears of its last chunk
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,24 @@ def pair(model: Path) -> Iterator[Cluster]:
         yield live
 
 
+@contextmanager
+def held_back(live: Cluster) -> Iterator[None]:
+    """Whoever computes LONG stops before its end, until the block is left: what is to happen during a live read does, however busy the
+    machine is."""
+    with live.faults("=".join(HELD)):
+        yield
+
+
+async def reached(live: Cluster, point: str) -> None:
+    await asyncio.to_thread(live.wait, live.reached(point).exists)
+
+
+async def caught_up(live: Cluster) -> None:
+    """Waits until a reader has everything that the worker which computes has ready for it."""
+    with live.faults("kv.caught_up=sleep:0"):
+        await reached(live, "kv.caught_up")
+
+
 def busy(live: Cluster, role: str) -> int:
     """Process id of the worker of that role that holds blocks. Raises StopIteration while no worker does."""
     return int(next(worker["pid"] for worker in live.workers(role) if worker.get("blocks_in_use")))
@@ -60,7 +79,11 @@ async def test_most_blocks_move_before_the_first_token(pair: Cluster) -> None:
     with disturbed(pair, prompt=LONG) as prompt:
         async with pair.client() as client:
             await ask(client, [7, *prompt])  # connects the workers
-            result = await ask(client, prompt)
+            with held_back(pair):
+                request = asyncio.create_task(ask(client, prompt))
+                await reached(pair, HELD[0])
+                await caught_up(pair)
+            result = await request
         assert list(result.token_ids) == expected(prompt)
         handoff, blocks = result.handoff, -(-len(LONG) // BLOCK)
         assert (handoff["blocks"], handoff["digests_checked"], handoff["recomputed_tokens"]) == (blocks, blocks, 0)
@@ -87,7 +110,14 @@ async def test_a_request_survives_a_prefill_worker_killed_during_a_live_read(fou
     name, _, nth = point.partition("@")
     with disturbed(four, f"{name}=exit{'@' + nth if nth else ''}", LONG) as prompt:
         async with four.client() as client:
-            result = await ask(client, prompt)
+            with held_back(four):
+                request = asyncio.create_task(ask(client, prompt))
+                await reached(four, HELD[0])
+                if name != "prefill.chunk":  # it has computed everything before it dies: the other one is meant
+                    four.set_fault(*HELD)
+                    await reached(four, HELD[0])
+                await caught_up(four)
+            result = await request
         assert list(result.token_ids) == expected(prompt)
         assert result.workers["retries"] == 1 and result.handoff["recomputed_tokens"] == 0
         assert result.workers["prefill"] and result.handoff["blocks_early"] >= 2 * BLOCKS, "the second attempt was not live"
@@ -139,11 +169,13 @@ async def test_under_the_fail_policy_a_flipped_byte_moves_the_request_elsewhere(
 async def test_a_worker_that_hangs_during_a_live_transfer_is_abandoned(four: Cluster, role: str) -> None:
     with disturbed(four, prompt=LONG) as prompt:
         async with four.client() as client:
-            request = asyncio.create_task(ask(client, prompt))
-            reader = await asyncio.to_thread(four.wait, lambda: busy(four, "decode"))
+            with held_back(four):
+                request = asyncio.create_task(ask(client, prompt))
+                await reached(four, HELD[0])
+                reader = await asyncio.to_thread(four.wait, lambda: busy(four, "decode"))
+                pid = reader if role == "decode" else await asyncio.to_thread(busy, four, "prefill")
+                os.kill(pid, signal.SIGSTOP)
             assert not request.done()
-            pid = reader if role == "decode" else await asyncio.to_thread(busy, four, "prefill")
-            os.kill(pid, signal.SIGSTOP)
             try:
                 result = await request
             finally:
