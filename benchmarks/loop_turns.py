@@ -5,7 +5,7 @@
 In one turn the loop runs everything that was ready when the turn began; what arrives meanwhile waits. A turn is measured in processor time
 of the loop's thread, without the garbage collector, so neither other processes nor this one's heap count. Each place runs in its own
 process, against the router's own classes; workers are one gRPC server in a second process that answers for all names. `--before`: a
-checkout to compare with.
+checkout to compare with. What the prefix index costs is measured beside the design before it (`SetsOfKeys`), in turns.
 """
 
 import argparse
@@ -19,9 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import asdict, replace
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
@@ -43,7 +45,7 @@ from baton.cluster.metrics_http import Exposition
 from baton.cluster.records import BlockEvent, Load, RouterRecord, WorkerRecord
 from baton.cluster.redis_registry import RedisRegistry
 from baton.cluster.telemetry import Tracer
-from baton.engine.core.block_key import extend_keys, root_key
+from baton.engine.core.block_key import DEVICE, extend_keys, root_key
 from baton.engine.core.blocks import CacheChange
 from baton.engine.core.contract import cache_events
 from baton.engine.core.engine import Engine
@@ -65,6 +67,7 @@ from router.http.page import Page
 from router.journal import Entry, Journal
 from router.live import Live
 from router.policy import Choice, choose_decode
+from router.prefix_index import MAX_AHEAD, MAX_ENTRIES
 from router.request import Request, Stopwatch, Trace
 from router.tokenizer import Tokenizer
 from router.validate import Ask
@@ -74,6 +77,8 @@ from router.watch import Watch
 BOUND_MS = 20.0
 KEYS, EVENTS, WORKERS, REQUESTS = 1_000_000, 100_000, 1000, 512
 LONG = 79_000  # tokens of 220 KB
+PRESENT, FORMER = INDEXES = ("present", "former")
+ROUNDS = 3  # of both indexes
 PLACES: dict[str, tuple[str, Callable[[], Awaitable[Turns]]]] = {}
 Place = Callable[[], Awaitable[Turns]]
 
@@ -578,10 +583,110 @@ async def log_pipe() -> Turns:
     return Turns(1, Turn(longest))
 
 
-def index_facts() -> dict[str, float]:
-    """What the prefix index costs: memory, events, and a choice among many workers that all hold the prompt."""
-    before, view = _resident_mib(), ClusterView({MODEL: TOKENIZER})
-    view.update(members(1), 0.0)
+@dataclass(slots=True)
+class _Keys:
+    incarnation: int
+    last: int = 0
+    keys: set[bytes] = field(default_factory=set)
+    ahead: dict[int, BlockEvent] = field(default_factory=dict)
+    newest: int | None = None
+    predicted: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+
+
+class SetsOfKeys:
+    """The former design of `router.prefix_index`, as it was but for what is not measured here: a set of keys for each worker, and a choice
+    walks the keys of its prompt once for each of them."""
+
+    tiered = False
+
+    def __init__(self) -> None:
+        self.refused = 0
+        self._workers: dict[str, _Keys] = {}
+
+    @property
+    def entries(self) -> int:
+        return sum(len(held.keys) + len(held.predicted) for held in self._workers.values())
+
+    def join(self, worker: str, incarnation: int) -> None:
+        known = self._workers.get(worker)
+        if known is None or known.incarnation != incarnation:
+            self._workers[worker] = _Keys(incarnation)
+
+    def apply(self, event: BlockEvent) -> str:
+        held = self._reported(event.worker, event.incarnation)
+        if held is None:
+            return "stale"
+        if event.sequence <= held.last or event.sequence in held.ahead:
+            return "duplicate"
+        held.newest = max(held.newest or 0, event.sequence)
+        held.ahead[event.sequence] = event
+        while (following := held.ahead.pop(held.last + 1, None)) is not None:
+            held.last = following.sequence
+            if following.kind == "stored":
+                self._store(held, following.keys)
+            else:
+                held.keys.difference_update(following.keys)
+        if len(held.ahead) > MAX_AHEAD:
+            del held.ahead[min(held.ahead)]
+        return "ok" if held.last >= event.sequence else "gap"
+
+    def snapshot(self, worker: str, incarnation: int, sequence: int, keys: Iterable[bytes]) -> None:
+        """A set becomes the index's own: a million keys one by one took a second."""
+        held = self._workers[worker] = _Keys(incarnation, sequence)
+        if isinstance(keys, set):
+            held.keys = keys
+        else:
+            self._store(held, keys)
+
+    def overlap(self, keys: Sequence[bytes], now: float, medium: str = DEVICE) -> dict[str, int]:
+        found = {}
+        for name, held in self._workers.items():
+            while held.predicted and next(iter(held.predicted.values())) <= now:
+                held.predicted.popitem(last=False)
+            count = 0
+            for key in keys:
+                if key not in held.keys and held.predicted.get(key, now) <= now:
+                    break
+                count += 1
+            if count:
+                found[name] = count
+        return found
+
+    def reach(self, keys: Sequence[bytes]) -> dict[str, int]:
+        return {}
+
+    def _reported(self, worker: str, incarnation: int) -> _Keys | None:
+        held = self._workers.get(worker)
+        if held is None or incarnation < held.incarnation:
+            return None
+        self.join(worker, incarnation)
+        return self._workers[worker]
+
+    def _store(self, held: _Keys, keys: Iterable[bytes]) -> None:
+        room = MAX_ENTRIES - self.entries
+        for key in keys:
+            if held.predicted.pop(key, None) is not None:
+                room += 1
+            if key in held.keys:
+                continue
+            if room <= 0:
+                self.refused += 1
+                continue
+            held.keys.add(key)
+            room -= 1
+
+
+def indexed(design: str, records: list[WorkerRecord]) -> ClusterView:
+    view = ClusterView({MODEL: TOKENIZER})
+    if design == FORMER:
+        view.models[MODEL].index = cast(Any, SetsOfKeys())
+    view.update(records, 0.0)
+    return view
+
+
+def index_facts(design: str) -> dict[str, float]:
+    """What a prefix index costs: memory, events, and a choice among many workers that all hold the prompt."""
+    before, view = _resident_mib(), indexed(design, members(1))
     view.models[MODEL].index.snapshot("d0", 1, 0, set(random_keys(KEYS)))
     facts = {"mib_of_a_million_keys": _resident_mib() - before}
     told = [BlockEvent("d0", 1, i + 1, "stored", (os.urandom(16),)) for i in range(EVENTS)]
@@ -589,8 +694,7 @@ def index_facts() -> dict[str, float]:
     for event in told:
         view.models[MODEL].index.apply(event)
     facts["events_a_second"] = EVENTS / (time.thread_time() - began)
-    view, prompt = ClusterView({MODEL: TOKENIZER}), random_keys(4096)
-    view.update(members(256), 0.0)
+    view, prompt = indexed(design, members(256)), random_keys(4096)
     for member in view.members.records():
         view.models[MODEL].index.snapshot(member.name, 1, 0, list(prompt))
     began = time.thread_time()
@@ -598,6 +702,18 @@ def index_facts() -> dict[str, float]:
         assert isinstance(choose_decode(view.models[MODEL], prompt, 4097 * 16, 0.0), Choice)
     facts["ms_of_a_choice_256_workers_4096_keys"] = (time.thread_time() - began) * 10
     return facts
+
+
+def indexes_in_turns() -> dict[str, Any]:
+    """Medians of either design, and the ratio of each round. Each measurement has a process of its own."""
+    runs: dict[str, list[dict[str, float]]] = {design: [] for design in INDEXES}
+    for number in range(ROUNDS):
+        for design in reversed(INDEXES) if number % 2 else INDEXES:
+            done = subprocess.run([sys.executable, __file__, "--index", design], capture_output=True, check=True)
+            runs[design].append(json.loads(done.stdout))
+    present, former = ({key: median(run[key] for run in told) for key in told[0]} for told in runs.values())
+    ratios = {key: [one[key] / other[key] for one, other in zip(*runs.values(), strict=True)] for key in present}
+    return {"index": present, "index_former": former, "index_present_over_former": ratios}
 
 
 def _resident_mib() -> float:
@@ -622,13 +738,13 @@ def main() -> None:
     parser.add_argument("--before", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--index", action="store_true", help="only what the prefix index costs")
+    parser.add_argument("--index", nargs="?", choices=INDEXES, const=PRESENT, help="only what this prefix index costs")
     parser.add_argument("--one", choices=PLACES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         asyncio.run(serve())
     elif options.index:
-        print(json.dumps(index_facts(), indent=1))
+        print(json.dumps(index_facts(options.index), indent=1))
     elif options.one:
         longest = asyncio.run(cast(Any, PLACES[options.one][1]())).longest
         print(longest, f"\nlongest {1000 * longest.cpu_s}", flush=True)
@@ -646,10 +762,13 @@ def compare(names: list[str], before: Path | None, file: Path | None) -> None:
         shown = [f"{value:12.1f}" if value is not None else f"{'-':>12}" for value in (row["before_ms"], row["after_ms"])]
         print(f"{name:<50}{row['size']:<42}{''.join(shown)}", flush=True)
         rows.append({key: "never ends" if value == math.inf else value for key, value in row.items()})
-    index = json.loads(subprocess.run([sys.executable, __file__, "--index"], capture_output=True, check=True).stdout)
-    print(index)
+    found = indexes_in_turns()
+    print(f"\n{'prefix index':<50}{'former':>16}{'present':>16}{'present / former':>20}")
+    for key, value in found["index"].items():
+        ratio = median(found["index_present_over_former"][key])
+        print(f"{key:<50}{found['index_former'][key]:16,.2f}{value:16,.2f}{ratio:20.4f}")
     if file:
-        file.write_text(json.dumps({"machine": machine, "bound_ms": BOUND_MS, "places": rows, "index": index}, indent=1) + "\n")
+        file.write_text(json.dumps({"machine": machine, "bound_ms": BOUND_MS, "places": rows, **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

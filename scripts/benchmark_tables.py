@@ -205,9 +205,26 @@ def routers() -> str:
     return markdown(["routers", "prefix hit rate", "TTFT P50, ms", "TTFT P99, ms"], table)
 
 
+INDEX = {
+    "mib_of_a_million_keys": "a million keys, MiB",
+    "events_a_second": "events a second",
+    "ms_of_a_choice_256_workers_4096_keys": "a choice among 256 workers that hold 4,096 keys, ms",
+}
+
+
 def loop_turns() -> str:
-    places = load("loop_turns")["places"]
-    return markdown(["place", "size", "longest turn, ms"], [[one["place"], one["size"], number(one["after_ms"])] for one in places])
+    found = load("loop_turns")
+    rows = [[one["place"], one["size"], number(one["after_ms"])] for one in found["places"]]
+    turns = markdown(["place", "size", "longest turn, ms"], rows)
+    if "index_former" not in found:
+        return turns
+    ratios = found["index_present_over_former"]
+    costs = [
+        [name, number(found["index_former"][key]), number(found["index"][key]), spread(ratios[key], "{:.3g}")]
+        for key, name in INDEX.items()
+    ]
+    heads = ["prefix index", "a set of keys for each worker (before)", "one table", "one table ÷ before"]
+    return f"{turns}\n\n{markdown(heads, costs)}"
 
 
 def products() -> str:

@@ -2,7 +2,9 @@
 tested in tests/cluster/test_metrics.py."""
 
 from pathlib import Path
+from typing import Any
 
+import benchmark_tables
 import pytest
 from benchmark_aims import Aim
 from benchmark_results import RESULTS, WIDTH, load, markdown, number, source, spread, wrapped
@@ -49,6 +51,17 @@ def test_a_verdict_follows_from_the_figures(values: list[float], most: bool, ver
 def test_an_aim_tells_both_ends_of_what_was_measured() -> None:
     aim = Aim("page", "what", 0.9, [0.95, 0.72, 1.0], "{:.0%}")
     assert (aim.text, aim.measured) == ("≥ 90%", "72% … 100%") and Aim("page", "what", 2, [1.5, 1.501]).measured == "1.50"
+
+
+def test_the_former_index_is_told_of_once_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {"places": [{"place": "probes", "size": "9 workers", "after_ms": 1.5}]}
+    monkeypatch.setattr(benchmark_tables, "load", lambda name: found)
+    turns = "| place | size | longest turn, ms |\n| -- | -- | -- |\n| probes | 9 workers | 1.50 |"
+    assert benchmark_tables.loop_turns() == turns
+    found |= {"index": dict.fromkeys(benchmark_tables.INDEX, 2), "index_former": dict.fromkeys(benchmark_tables.INDEX, 400)}
+    found |= {"index_present_over_former": {key: [0.006, 0.005, 0.004] for key in benchmark_tables.INDEX}}
+    before, after = benchmark_tables.loop_turns().split("\n\n")
+    assert before == turns and after.splitlines()[2] == "| a million keys, MiB | 400 | 2 | 0.005 (0.004 … 0.006) |"
 
 
 def test_a_changed_figure_makes_a_page_stale() -> None:
