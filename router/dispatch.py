@@ -47,6 +47,7 @@ from router.workers import Adopted, DecodeEvent, Died, Ended, FirstToken, Fork, 
 log = logging.getLogger(__name__)
 # The decode worker failed, not the KV: the prefill worker's lease is still good.
 LEASE_STANDS = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING, Reason.SATURATED})
+Given = Callable[[], AsyncGenerator[DecodeEvent, None]]  # what yields the events of a decode call, which may be running already
 
 
 class Dispatcher:
@@ -269,9 +270,7 @@ class Dispatcher:
         self._members.start_decode(work, worker.name, request.longest)
         return Started(worker, work, len(request.tokens))
 
-    async def _begin(
-        self, request: Request, lease: PromptLease, failed: set[Identity]
-    ) -> tuple[Started, Callable[[], AsyncGenerator[DecodeEvent, None]]]:
+    async def _begin(self, request: Request, lease: PromptLease, failed: set[Identity]) -> tuple[Started, Given]:
         """A decode call, and what yields its events: the live one, or a new one, which is sent then."""
         started, lease.reader = lease.reader, None
         if started is not None and started.live is not None:
@@ -284,12 +283,7 @@ class Dispatcher:
         return started, partial(self._open, request, started, lease.handle)
 
     async def _read(
-        self,
-        request: Request,
-        started: Started,
-        given: Callable[[], AsyncGenerator[DecodeEvent, None]],
-        holder: WorkerRecord | None,
-        failed: set[Identity],
+        self, request: Request, started: Started, given: Given, holder: WorkerRecord | None, failed: set[Identity]
     ) -> AsyncGenerator[Tokens | Adopted, None]:
         """Yields the tokens of a decode call, and Adopted when it no longer needs the lease. Sets `request.finish` at the end. `holder`: of
         the KV that it reads."""
@@ -302,34 +296,20 @@ class Dispatcher:
                 await self._choosing.turn_to_send(request)
             async with aclosing(given()) as events:
                 async for event in events:
-                    if isinstance(event, Hypothesis):
-                        found.append(event)
-                        continue
-                    if isinstance(event, Ended):
-                        self._note_found(request, found)
-                        self.conduct.decoded(worker)
-                        self._note_end(request, event, started)
-                        continue
-                    if isinstance(event, Scores):
-                        request.note_scores(event)
-                        continue
-                    if isinstance(event, Searched):
-                        request.searched = max(request.searched, event.tokens)
-                        continue
-                    trace.watch.enter("decode", worker.name)
-                    if isinstance(event, Adopted):
-                        trace.handoff += event.handoff
-                        self.conduct.handed_over(holder, worker, event.handoff)
-                        self._note_whole(request, event.cached_tokens, started)
-                        yield event
-                        continue
                     if isinstance(event, Timed):
+                        trace.watch.enter("decode", worker.name)
                         stride.come_each(event.times)
                         yield event
-                        continue
-                    stride.come(len(event), self._clock())
-                    yield event
-                    stride.leave(self._clock())
+                    elif isinstance(event, tuple):
+                        trace.watch.enter("decode", worker.name)
+                        stride.come(len(event), self._clock())
+                        yield event
+                        stride.leave(self._clock())
+                    elif isinstance(event, Adopted):
+                        self._note_adopted(request, started, holder, event)
+                        yield event
+                    else:
+                        self._note_told(request, started, event, found)
         except (GeneratorExit, asyncio.CancelledError):
             if stride.begun:  # its reader has enough, such as a stop string
                 self.conduct.decoded(worker)
@@ -357,10 +337,40 @@ class Dispatcher:
             failed.add((holder.name, holder.incarnation))  # either end may be the bad one
         await self._blame(request, worker, error, failed, started.work)
 
-    def _note_end(self, request: Request, ended: Ended, started: Started) -> None:
-        request.trace.handoff.recomputed_tokens += ended.recomputed_tokens
-        self._note_whole(request, ended.cached_tokens, started)
-        request.finish = ended.finish
+    def _note_adopted(self, request: Request, started: Started, holder: WorkerRecord | None, adopted: Adopted) -> None:
+        """A decode worker no longer needs the lease. `holder`: of the KV that it has read."""
+        worker, trace = started.worker, request.trace
+        trace.watch.enter("decode", worker.name)
+        trace.handoff += adopted.handoff
+        self.conduct.handed_over(holder, worker, adopted.handoff)
+        self._note_whole(request, adopted.cached_tokens, started)
+
+    def _note_told(
+        self, request: Request, started: Started, event: Scores | Searched | Hypothesis | Ended, found: list[Hypothesis]
+    ) -> None:
+        """What a decode call tells besides tokens. `found`: the hypotheses that it has told, which this one joins. Raises as
+        `_note_found` does."""
+        if isinstance(event, Hypothesis):
+            found.append(event)
+        elif isinstance(event, Scores):
+            request.note_scores(event)
+        elif isinstance(event, Searched):
+            request.searched = max(request.searched, event.tokens)
+        else:
+            self._note_found(request, found)
+            self.conduct.decoded(started.worker)
+            request.trace.handoff.recomputed_tokens += event.recomputed_tokens
+            self._note_whole(request, event.cached_tokens, started)
+            request.finish = event.finish
+
+    def _note_found(self, request: Request, found: list[Hypothesis]) -> None:
+        """The answer is told when it is complete: another worker would begin anew, and find the same. Raises INTERNAL if a search ended
+        without one, or something else with one."""
+        if (request.params.beams is not None) != bool(found):
+            raise BatonError(Reason.INTERNAL, f"the worker ended with {len(found)} hypotheses")
+        request.found = tuple(found)
+        if found:
+            request.trace.note_token()
 
     def _note_whole(self, request: Request, cached_tokens: int, started: Started) -> None:
         """Once, for a call that computes the prompt: its cache is the one that counts."""
@@ -407,14 +417,6 @@ class Dispatcher:
         if request.family is None:
             return self._workers.decode(started.worker, request, handle, self._remaining(request), first)
         return opened()
-
-    def _note_found(self, request: Request, found: list[Hypothesis]) -> None:
-        """The answer is told when it is complete: another worker would begin anew, and find the same."""
-        if (request.params.beams is not None) != bool(found):
-            raise BatonError(Reason.INTERNAL, f"the worker ended with {len(found)} hypotheses")
-        request.found = tuple(found)
-        if found:
-            request.trace.note_token()
 
     async def _blame(self, request: Request, worker: WorkerRecord, error: BatonError, failed: set[Identity], work: str) -> None:
         """Raises BatonError(POISONOUS) if the request killed the worker."""
