@@ -76,7 +76,7 @@ class RouterTape:
         self._base = _Base(objects["index"])
         self.tape = tape = Tape("router", span_s, most_bytes, clock, self._state)
         tape.began.append(self._begin)
-        kept = self._kept()
+        kept = _kept(self._base)
         for name, thing in objects.items():
             if name in METHODS:
                 tape.follow(name, thing, METHODS[name], kept.get(name), {"fill": fill_told} if name == "index" else None)
@@ -92,62 +92,6 @@ class RouterTape:
 
     def _begin(self, stretch: Stretch) -> None:
         self._base.begin(stretch, self._fillings.values())
-
-    def _kept(self) -> dict[str, dict[str, Kept]]:
-        base = self._base
-        index = base.index
-
-        def chain(keys: Sequence[bytes]) -> tuple[Chain, int]:
-            return base.chain(keys)
-
-        def prefill(keys: Sequence[bytes], prompt: int, longest: int, now: float, exclude: Iterable[Any], tie: int) -> Any:
-            mine, more = chain(keys)
-            return (mine, prompt, longest, now, frozenset(exclude), tie), more
-
-        def decode(keys: Sequence[bytes], longest: int, now: float, exclude: Iterable[Any], tie: int) -> Any:
-            mine, more = chain(keys)
-            return (mine, longest, now, frozenset(exclude), tie), more
-
-        def hint(keys: Sequence[bytes], prompt: int, now: float, exclude: Iterable[Any], tie: int) -> Any:
-            mine, more = chain(keys)
-            return (mine, prompt, now, frozenset(exclude), tie), more
-
-        def predict(worker: str, keys: Sequence[bytes], expires_at: float) -> Any:
-            mine, more = chain(keys)
-            return (worker, mine, expires_at), more
-
-        def retract(worker: str, keys: Sequence[bytes]) -> Any:
-            mine, more = chain(keys)
-            return (worker, mine), more
-
-        def apply(event: BlockEvent) -> Any:
-            return (event,), base.look(event.keys) * KEY_BYTES + 60 * len(event.keys)
-
-        def update(records: Iterable[WorkerRecord], now: float) -> Any:
-            records = tuple(records)
-            return (records, now), REFERENCE_BYTES * len(records)
-
-        def join(worker: Any, present: Iterable[Any], now: float) -> Any:
-            present = tuple(present)
-            return (worker, present, now), REFERENCE_BYTES * len(present)
-
-        def pooled(*args: Any) -> Any:
-            return (*args[:-2], POOL, args[-1]), 0
-
-        def take_back(answers: Any, now: float) -> Any:
-            return (ANSWERS, now), 0
-
-        def ended(trace: Any, path: tuple[str, str], computed: int) -> Any:
-            return (trace.handoff.transport, path, computed), 0
-
-        assert index is self._objects["index"]
-        return {
-            "policy": {"prefill": prefill, "decode": decode, "hint": hint},
-            "index": {"predict": predict, "retract": retract, "apply": apply},
-            "members": {"update": update},
-            "outliers": {"join": join, "note_call": pooled, "note_read": pooled, "note_pace": pooled, "take_back": take_back},
-            "split": {"note": ended},
-        }
 
     def _follow_fillings(self, index: PrefixIndex) -> None:
         """A snapshot comes in parts, each of which is a call of what `fill` gave."""
@@ -225,3 +169,67 @@ class _Base:
             found = self._chains[last] = Chain(tuple(keys))
             return found, self.look(keys) * KEY_BYTES + REFERENCE_BYTES * len(keys)
         return found, 0
+
+
+def _kept(base: _Base) -> dict[str, dict[str, Kept]]:
+    """By object and method: for calls whose arguments change later, or would weigh too much."""
+    return {
+        "policy": _kept_of_policy(base),
+        "index": _kept_of_index(base),
+        "members": {"update": _updated},
+        "outliers": {"join": _joined, "note_call": _pooled, "note_read": _pooled, "note_pace": _pooled, "take_back": _taken_back},
+        "split": {"note": _ended},
+    }
+
+
+def _kept_of_policy(base: _Base) -> dict[str, Kept]:
+    def prefill(keys: Sequence[bytes], prompt: int, longest: int, now: float, exclude: Iterable[Any], tie: int) -> Any:
+        mine, more = base.chain(keys)
+        return (mine, prompt, longest, now, frozenset(exclude), tie), more
+
+    def decode(keys: Sequence[bytes], longest: int, now: float, exclude: Iterable[Any], tie: int) -> Any:
+        mine, more = base.chain(keys)
+        return (mine, longest, now, frozenset(exclude), tie), more
+
+    def hint(keys: Sequence[bytes], prompt: int, now: float, exclude: Iterable[Any], tie: int) -> Any:
+        mine, more = base.chain(keys)
+        return (mine, prompt, now, frozenset(exclude), tie), more
+
+    return {"prefill": prefill, "decode": decode, "hint": hint}
+
+
+def _kept_of_index(base: _Base) -> dict[str, Kept]:
+    def predict(worker: str, keys: Sequence[bytes], expires_at: float) -> Any:
+        mine, more = base.chain(keys)
+        return (worker, mine, expires_at), more
+
+    def retract(worker: str, keys: Sequence[bytes]) -> Any:
+        mine, more = base.chain(keys)
+        return (worker, mine), more
+
+    def apply(event: BlockEvent) -> Any:
+        return (event,), base.look(event.keys) * KEY_BYTES + 60 * len(event.keys)
+
+    return {"predict": predict, "retract": retract, "apply": apply}
+
+
+def _updated(records: Iterable[WorkerRecord], now: float) -> Any:
+    records = tuple(records)
+    return (records, now), REFERENCE_BYTES * len(records)
+
+
+def _joined(worker: Any, present: Iterable[Any], now: float) -> Any:
+    present = tuple(present)
+    return (worker, present, now), REFERENCE_BYTES * len(present)
+
+
+def _pooled(*args: Any) -> Any:
+    return (*args[:-2], POOL, args[-1]), 0
+
+
+def _taken_back(answers: Any, now: float) -> Any:
+    return (ANSWERS, now), 0
+
+
+def _ended(trace: Any, path: tuple[str, str], computed: int) -> Any:
+    return (trace.handoff.transport, path, computed), 0

@@ -187,36 +187,17 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int, limits: 
     """Returns the complete parameters and the stop strings of an ask that passed `check`. `context`: longest prompt plus output, in tokens.
 
     Raises CONTEXT_LENGTH if the prompt leaves no room for an output, or not for as many tokens as were requested; INVALID_FIELD if the
-    output so far is longer than the output may be.
+    output so far is longer than the output may be, or if more log-probabilities are asked for than may be kept.
     """
-    asked, field = ask.sampling, _prompt_field(ask)
-    if prompt_tokens < 1:
-        raise invalid(field, "the prompt has no tokens")
-    room = context - prompt_tokens
-    if room < 1:
-        raise too_long(field, prompt_tokens, context)
-    if asked.max_tokens is not None and asked.max_tokens > room:
-        description = f"{prompt_tokens} prompt tokens and {asked.max_tokens} output tokens exceed the context of {context} tokens"
-        raise _context_length("sampling.max_tokens", description, prompt_tokens, context)
-    if asked.prompt_logprobs is not None and prompt_tokens * (asked.prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
-        count = f"{asked.prompt_logprobs} and its own for each of {prompt_tokens} tokens"
-        raise invalid("sampling.prompt_logprobs", f"{count} are more than {MAX_PROMPT_LOGPROBS}")
-    max_tokens = min(asked.default_max_tokens, room) if asked.max_tokens is None else asked.max_tokens
-    if asked.max_tokens is None and ask.computed > 1:
-        max_tokens = min(max_tokens, limits.max_answer_tokens // ask.computed)
-    if ask.computed > ask.n and ask.computed * max_tokens * ((asked.logprobs or 0) + 1) > MAX_KEPT_LOGPROBS:
-        count = f"{asked.logprobs or 0} and its own for each of {max_tokens} tokens of {ask.computed} choices"
-        raise invalid("sampling.logprobs", f"{count} are more than {MAX_KEPT_LOGPROBS}, and all are kept until the best are known")
+    asked = ask.sampling
+    max_tokens = _most_tokens(ask, prompt_tokens, context, limits)
+    _check_scores(ask, prompt_tokens, max_tokens)
     if len(ask.output_so_far) > max_tokens:
         raise invalid("output_so_far.ids", _beyond(max_tokens))
-    numbers: dict[str, Any] = {name: _or(getattr(asked, name), number.default) for name, number in NUMBERS.items()}
-    numbers["temperature"] = numbers["temperature"] if numbers["temperature"] >= GREEDY_BELOW else 0.0
-    numbers["top_k"] = max(0, numbers["top_k"])
-    numbers["top_p"] = max(LEAST_TOP_P, numbers["top_p"])
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min(_or(asked.min_tokens, 0), max_tokens),
-        **numbers,
+        **_numbers(asked),
         seed=_or(asked.seed, draw_seed),
         logit_bias=MappingProxyType(dict(asked.logit_bias)),
         logprobs=asked.logprobs,
@@ -228,6 +209,44 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int, limits: 
         beams=ask.beams,
     )
     return params, asked.stop
+
+
+def _most_tokens(ask: Ask, prompt_tokens: int, context: int, limits: Limits) -> int:
+    """The longest output, in tokens: as asked for, or what fits the context and, of several choices, the answer. Raises CONTEXT_LENGTH;
+    INVALID_FIELD for an empty prompt."""
+    asked, field = ask.sampling, _prompt_field(ask)
+    if prompt_tokens < 1:
+        raise invalid(field, "the prompt has no tokens")
+    room = context - prompt_tokens
+    if room < 1:
+        raise too_long(field, prompt_tokens, context)
+    if asked.max_tokens is None:
+        most = min(asked.default_max_tokens, room)
+        return min(most, limits.max_answer_tokens // ask.computed) if ask.computed > 1 else most
+    if asked.max_tokens > room:
+        description = f"{prompt_tokens} prompt tokens and {asked.max_tokens} output tokens exceed the context of {context} tokens"
+        raise _context_length("sampling.max_tokens", description, prompt_tokens, context)
+    return asked.max_tokens
+
+
+def _check_scores(ask: Ask, prompt_tokens: int, max_tokens: int) -> None:
+    """Raises INVALID_FIELD if the log-probabilities, of the prompt or of choices that are kept until the best are known, are too many."""
+    asked = ask.sampling
+    if asked.prompt_logprobs is not None and prompt_tokens * (asked.prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
+        count = f"{asked.prompt_logprobs} and its own for each of {prompt_tokens} tokens"
+        raise invalid("sampling.prompt_logprobs", f"{count} are more than {MAX_PROMPT_LOGPROBS}")
+    if ask.computed > ask.n and ask.computed * max_tokens * ((asked.logprobs or 0) + 1) > MAX_KEPT_LOGPROBS:
+        count = f"{asked.logprobs or 0} and its own for each of {max_tokens} tokens of {ask.computed} choices"
+        raise invalid("sampling.logprobs", f"{count} are more than {MAX_KEPT_LOGPROBS}, and all are kept until the best are known")
+
+
+def _numbers(asked: AskSampling) -> dict[str, Any]:
+    """Those of `baton.engine.core.sampling`, as workers want them."""
+    numbers: dict[str, Any] = {name: _or(getattr(asked, name), number.default) for name, number in NUMBERS.items()}
+    numbers["temperature"] = numbers["temperature"] if numbers["temperature"] >= GREEDY_BELOW else 0.0
+    numbers["top_k"] = max(0, numbers["top_k"])
+    numbers["top_p"] = max(LEAST_TOP_P, numbers["top_p"])
+    return numbers
 
 
 def _prompt_field(ask: Ask) -> str:

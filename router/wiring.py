@@ -98,18 +98,7 @@ class RouterProcess:
         self._peers = Peers(self._registry, self.name, config)
         self._tracer = make_tracer(config.telemetry, config.cluster.name, "router", self.name)
         self._book = Book("router", model=self._model_name)
-        # Who names devices or transports of UCX asks for NIXL.
-        ucx = "nixl" if config.kv.ucx_tls or config.kv.ucx_net_devices else ""
-        wanted = Wanted(config.prefill.replicas > 0, ucx if config.kv.transport == "auto" else config.kv.transport)
-        self._journal = Journal(
-            self._book,
-            self._tracer,
-            self._model_name,
-            config.slo,
-            config.telemetry.recent_requests,
-            degradation=Degradation(Rules.of(config.router)),
-            split=Split(wanted),
-        )
+        self._journal = self._new_journal()
         self._metrics = MetricsServer(config, Exposition(self._book), lambda: self.stage is Stage.READY, self._guard, self._targets)
         self._health_pages = HealthServer(config, lambda: self.stage, waits_for=self._waits_for)
         self._watch: Watch | None = None
@@ -145,6 +134,21 @@ class RouterProcess:
             self._tasks.start(loop, name)
         self.stage = move(self.stage, "ready")
         log.info("router ready on %s, model %s", ", ".join(f"{k} {v}" for k, v in self._endpoints.items()), self._model_name)
+
+    def _new_journal(self) -> Journal:
+        config = self.config
+        # Who names devices or transports of UCX asks for NIXL.
+        ucx = "nixl" if config.kv.ucx_tls or config.kv.ucx_net_devices else ""
+        wanted = Wanted(config.prefill.replicas > 0, ucx if config.kv.transport == "auto" else config.kv.transport)
+        return Journal(
+            self._book,
+            self._tracer,
+            self._model_name,
+            config.slo,
+            config.telemetry.recent_requests,
+            degradation=Degradation(Rules.of(config.router)),
+            split=Split(wanted),
+        )
 
     def _serve(self, tokenizer: Tokenizer, watch: Watch) -> None:
         """What answers a request, from the service to the workers, and its metrics."""

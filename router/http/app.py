@@ -101,7 +101,10 @@ class HttpDoor:
         self._messages = messages_out.api(messages_in.message, self._message_writer)
         self._created = int(time.time())
         self._document = _document()
-        routes = [
+        self._router = Router(self._routes(), redirect_slashes=False, default=_not_found)
+
+    def _routes(self) -> list[Route]:
+        return [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._completion, methods=["POST"]),
             Route("/v1/responses", self._respond, methods=["POST"]),
@@ -119,9 +122,8 @@ class HttpDoor:
             Route("/livez", self._live),
             Route("/version", self._version),
             Route("/openapi.json", self._openapi),
-            *([] if metrics is None else [Route("/metrics", self._scrape)]),
+            *([] if self._metrics is None else [Route("/metrics", self._scrape)]),
         ]
-        self._router = Router(routes, redirect_slashes=False, default=_not_found)
 
     def _writer(self, asked: Asked, request_id: str) -> Writer:
         return openai_out.Writer(asked, self._tokenizer, request_id, self._service.model_name, reasoning=self._reasoning)
