@@ -29,6 +29,7 @@ from baton.cluster.metric_table import Number
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import NO_SPAN, Tracer, Value
 from baton.stages import e2e, tpot, ttft
+from router.counters import Counters
 from router.curves import Curves, Point
 from router.degradation import Degradation, Rules
 from router.request import NEAR_DEADLINE_S, FinishReason, Lap, Request, Stopwatch, Trace, name_the_stage
@@ -165,8 +166,8 @@ class Journal:
         split: Split | None = None,
     ) -> None:
         """`keep`: number of records kept."""
-        # For `totals`; the metrics count the rest.
         self.degradation, self.split, self._alarm = degradation or Degradation(Rules()), split or Split(), ""
+        # For `totals`; the counters have the rest.
         self._demand = 0  # requests that were served, or would have been with room and time for them
         self._goodput = self._handoffs = self._handoff_bytes = self._drafted = self._accepted = 0
         self._drafted_at, self._accepted_at = Counter[str](), Counter[str]()
@@ -179,24 +180,7 @@ class Journal:
         self._objectives = Objectives(slo.ttft_s, slo.tpot_s, slo.e2e_s)
         self._attainment = Attainment(slo.window)
         self._records: deque[Record] = deque(maxlen=keep)
-        self._requests = book.counters("baton_router_requests_total")
-        self._prompt_tokens = book.counter("baton_router_prompt_tokens_total")
-        self._output_tokens = book.counter("baton_router_output_tokens_total")
-        self._cached_tokens = book.counter("baton_router_cached_tokens_total")
-        self._promised_tokens = book.counter("baton_router_promised_tokens_total")
-        self._uncached = book.counters("baton_router_uncached_tokens_total")
-        self._choices = book.counters("baton_router_choices_total")
-        self._bypasses = book.counters("baton_router_bypasses_total")
-        self._retries = book.counters("baton_router_retries_total")
-        self._resumed = book.counter("baton_router_resumed_total")
-        self._ttft = book.histogram("baton_router_time_to_first_token_seconds")
-        self._itl = book.histogram("baton_router_inter_token_latency_seconds")
-        self._tpot = book.histogram("baton_router_time_per_output_token_seconds")
-        self._duration = book.histogram("baton_router_request_duration_seconds")
-        self._stages = book.histograms("baton_router_stage_duration_seconds")
-        self._prompt_length = book.histogram("baton_router_request_prompt_tokens")
-        self._output_length = book.histogram("baton_router_request_output_tokens")
-        self._paths = book.counters("baton_router_paths_total")
+        self._counters = Counters(book)
         book.read("baton_router_degradation_level", lambda: self.degradation.level)
         book.read("baton_router_split_alarm", lambda: bool(self.split.alarm))
         if self._objectives.limits:
@@ -248,7 +232,7 @@ class Journal:
             self.curves.first(now, ttft(trace.watch.start, trace.first_at), max(0, (promised or 0) - trace.cached_tokens))
         gaps = trace.gaps[drawn.gaps :]
         self.curves.tokens(now, max(0, request.made - drawn.tokens), gaps)
-        self._itl.observe_all(gaps)
+        self._counters.follow(gaps)
         drawn.tokens, drawn.gaps = request.made, len(trace.gaps)
 
     def sample(self, running: int, queued: int, kv: float | None) -> None:
@@ -263,14 +247,11 @@ class Journal:
 
     @property
     def totals(self) -> Totals:
-        outcomes: dict[str, Number] = {}
-        for labels, counted in self._requests.items():
-            outcomes[labels[0]] = outcomes.get(labels[0], 0) + counted.value
         return Totals(
-            outcomes=outcomes,
-            prompt_tokens=self._prompt_tokens.value,
-            output_tokens=self._output_tokens.value,
-            cached_tokens=self._cached_tokens.value,
+            outcomes=self._counters.outcomes,
+            prompt_tokens=self._counters.prompt_tokens.value,
+            output_tokens=self._counters.output_tokens.value,
+            cached_tokens=self._counters.cached_tokens.value,
             met=self._goodput,
             handoffs=self._handoffs,
             handoff_bytes=self._handoff_bytes,
@@ -316,6 +297,7 @@ class Journal:
         return next((record for record in reversed(self._records) if record.request_id == request_id), None)
 
     def close(self, entry: Entry, outcome: str, reason: str) -> None:
+        """`outcome` and `reason`: see `Record`."""
         request, trace = entry.request, entry.trace
         times = measure(trace)
         missed = self._judge(outcome, times)
@@ -323,42 +305,16 @@ class Journal:
         completed = outcome == "ok"
         tpot_s, tokens = (times.tpot_s, request.output_len) if completed and request else (None, 0)
         self.curves.end(self._wall_clock(), outcome, completed and missed is None, tpot_s, tokens, missed)
-        self._count(entry, outcome, reason, times)
-        self._goodput += outcome == "ok" and missed is None
-        self._demand += outcome == "ok" or reason in LATE
-        self._handoffs += bool(trace.handoff.transport)
-        self._handoff_bytes += trace.handoff.bytes
-        self._drafted += trace.guesses.drafted
-        self._accepted += trace.guesses.accepted
-        if trace.guesses.drafted:
-            drafted, right = trace.guesses.places
-            self._drafted_at.update(drafted)
-            self._accepted_at.update(right)
+        self._counters.count(request, trace, outcome, reason, times)
+        if completed and request:
+            self._note_path(request)
+        self._add_up(trace, outcome, reason, missed)
         trace.gaps = array("d")  # they are in the histogram now
-        span, trace_id = trace.span, trace.span.traceparent[3:35]
-        record = Record(
-            request_id=request.id if request else entry.request_id,
-            at=entry.at,
-            outcome=outcome,
-            reason=reason,
-            prompt_tokens=request.prompt_len if request else 0,
-            output_tokens=request.output_len if request else 0,
-            times=times,
-            trace=trace,
-            trace_id=trace_id,
-            slo_missed=missed,
-            tenant=entry.tenant,
-            choice=request.choice if request else 0,
-            choices=request.family.size if request and request.family else 1,
-        )
+        record = _record(entry, outcome, reason, times, missed)
         self._records.append(record)
         self._log.ended(self._wall_clock(), outcome, reason, record.request_id, record.tenant, trace)
-        if trace_id:
-            queue = trace.watch.laps[0]
-            span.past_child(semconv.QUEUE, queue.end - queue.start)
-            span.set(self._attributes(entry, record))
-            span.end("" if outcome == "ok" else reason)
-            trace.span = NO_SPAN  # the record outlives the span
+        if record.trace_id:
+            self._end_span(entry, record)
 
     def _judge(self, outcome: str, times: Times) -> str | None:
         """Invalid requests, and those that the client gave up, are not judged."""
@@ -372,41 +328,31 @@ class Journal:
             self._missed[missed].inc()
         return missed
 
-    def _count(self, entry: Entry, outcome: str, reason: str, times: Times) -> None:
-        request, trace = entry.request, entry.trace
-        self._requests[outcome, reason].inc()
-        if request is None or outcome == "refused":
-            return
-        if request.choice == 0:  # the others have the same prompt
-            self._prompt_tokens.inc(request.prompt_len)
-            self._prompt_length.observe(request.prompt_len)
-            self._cached_tokens.inc(trace.cached_tokens)
-        if trace.uncached is not None:
-            self._promised_tokens.inc(trace.uncached.promised)
-            for cause, tokens in trace.uncached.causes:
-                self._uncached[cause].inc(tokens)
-        self._output_tokens.inc(request.made)
-        for choice in trace.choices:
-            self._choices[choice].inc()
-        for why in trace.bypasses[trace.shared_bypasses :]:
-            self._bypasses[why].inc()
-        for why in trace.retry_reasons:
-            self._retries[why].inc()
-        self._resumed.inc(request.resumed > 0)
-        if times.ttft_s is not None:
-            self._ttft.observe(times.ttft_s)
-        if outcome != "ok":
-            return
-        if request.choice == 0 and (path := path_of(trace)) is not None:
-            self._paths[path].inc()
-            self.split.note(trace, path, request.prompt_len - trace.cached_tokens)
-        if times.tpot_s is not None:
-            self._tpot.observe(times.tpot_s)
-        self._duration.observe(times.e2e_s)
-        self._output_length.observe(request.output_len)
-        for stage, seconds in times.stages.items():
-            if seconds:  # zeros of requests that skipped the stage would hide how long the others took
-                self._stages[stage].observe(seconds)
+    def _note_path(self, request: Request) -> None:
+        """Which path the prompt of a request that has ended well took; all its choices have one."""
+        if request.choice == 0 and (path := path_of(request.trace)) is not None:
+            self._counters.count_path(path)
+            self.split.note(request.trace, path, request.prompt_len - request.trace.cached_tokens)
+
+    def _add_up(self, trace: Trace, outcome: str, reason: str, missed: str | None) -> None:
+        """`missed`: see `Record.slo_missed`."""
+        self._goodput += outcome == "ok" and missed is None
+        self._demand += outcome == "ok" or reason in LATE
+        self._handoffs += bool(trace.handoff.transport)
+        self._handoff_bytes += trace.handoff.bytes
+        self._drafted += trace.guesses.drafted
+        self._accepted += trace.guesses.accepted
+        if trace.guesses.drafted:
+            drafted, right = trace.guesses.places
+            self._drafted_at.update(drafted)
+            self._accepted_at.update(right)
+
+    def _end_span(self, entry: Entry, record: Record) -> None:
+        span, queue = entry.trace.span, entry.trace.watch.laps[0]
+        span.past_child(semconv.QUEUE, queue.end - queue.start)
+        span.set(self._attributes(entry, record))
+        span.end("" if record.outcome == "ok" else record.reason)
+        entry.trace.span = NO_SPAN  # the record outlives the span
 
     def _attributes(self, entry: Entry, record: Record) -> dict[str, Value]:
         trace, request = entry.trace, entry.request
@@ -447,6 +393,25 @@ def measure(trace: Trace) -> Times:
         tpot_rest_s=tpot(trace.first_at + gaps[0], trace.last_at, len(gaps)) if gaps else None,
         prefill_wait_s=trace.prefill_wait_ms / 1000,
         prefill_compute_s=trace.prefill_compute_ms / 1000,
+    )
+
+
+def _record(entry: Entry, outcome: str, reason: str, times: Times, missed: str | None) -> Record:
+    request, trace = entry.request, entry.trace
+    return Record(
+        request_id=request.id if request else entry.request_id,
+        at=entry.at,
+        outcome=outcome,
+        reason=reason,
+        prompt_tokens=request.prompt_len if request else 0,
+        output_tokens=request.output_len if request else 0,
+        times=times,
+        trace=trace,
+        trace_id=trace.span.traceparent[3:35],
+        slo_missed=missed,
+        tenant=entry.tenant,
+        choice=request.choice if request else 0,
+        choices=request.family.size if request and request.family else 1,
     )
 
 

@@ -133,7 +133,7 @@ def watch(scene: Scene, jumps: bool) -> Seen:
             index.overlap([], loop.time())
             seen.caches.append(({key: mask for table in index._tables for key, mask in table.items() if mask}, index.entries))
             totals = asdict(router.journal.totals)
-            seen.totals.append((totals, [record.times for record in router.journal.last(100)], router.journal._itl.counts))
+            seen.totals.append((totals, [record.times for record in router.journal.last(100)], router.journal._counters._itl.counts))
         return seen
 
     return run(main())
