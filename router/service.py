@@ -10,7 +10,7 @@ goes on from there, as it does after the death of a worker. A receipt (`router.r
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,12 +22,10 @@ from baton.cluster import semconv
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason, invalid
 from baton.engine.core.block_key import extend_keys, root_key
-from baton.engine.core.grammar import GrammarRefused, GrammarsBusy
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.thinking import ThinkingBudget
 from baton.engine.facts.model_facts import Recommended
-from baton.engine.grammars.store import GrammarStore
 from router.admission import Admission
 from router.beams import check_fit, refusals
 from router.best import Best
@@ -39,6 +37,7 @@ from router.doorman import Doorman
 from router.events import Accepted, Event, Finished, Piece, Pieces
 from router.found import Found, found
 from router.gate import Gate
+from router.grammar_check import GrammarCheck
 from router.journal import REFUSALS, Entry, Journal
 from router.kept import Kept
 from router.known_texts import KnownTexts
@@ -137,8 +136,7 @@ class GenerateService:
         self._recommended = text.recommended
         self._limits = Limits(max_choices=config.max_choices, max_answer_tokens=config.max_answer_tokens)
         self._forms = text.forms
-        self._path = text.path
-        self._grammars: GrammarStore | None = None
+        self._grammars = GrammarCheck(text.path, text.tokenizer.vocab_size, draws.clock)
         self._dispatcher = dispatcher
         self._clock = draws.clock
         self._gate = Gate(admission, model, config, journal.objectives, draws.clock)
@@ -165,8 +163,7 @@ class GenerateService:
 
     def close(self) -> None:
         self._pool.close()
-        if self._grammars is not None:
-            self._grammars.close()
+        self._grammars.close()
 
     async def generate(self, ask: Ask, timeout_s: float | None) -> AsyncGenerator[Event, None]:
         """Yields Accepted, Scores if the prompt's are asked for, Pieces, or Found for each answer of a beam search, and then Finished.
@@ -273,20 +270,15 @@ class GenerateService:
 
     async def _make_plan(self, ask: Ask, receipt: Receipt | None, deadline: float, trace: Trace) -> _Plan:
         served = self._served()
-        relaxed = await self._check_form(ask, served, deadline)
+        relaxed = await self._grammars.form(ask, served, deadline)
         prompt = await self._tokenize(ask, deadline)
         end = "" if ask.setting is PLAIN and ask.messages is None else self._tokenizer.spelled(prompt[-TAIL:])
         thinking = self._forms.budget(ask.setting, end, partial(self._tokenizer.encode, add_special_tokens=False))
         if ask.messages is not None:
             ask, more = self._demanded(ask, end)
-            relaxed = (relaxed or await self._check_form(ask, served, deadline)) + more
-        await self._check_output(ask, thinking, served, deadline)
-        params, stops = resolve(ask, len(prompt), served.max_model_len, self._draws.seed(), self._limits)
-        if stops:
-            params = replace(params, stop_token_ids=params.stop_token_ids | self._tokenizer.stop_tokens(stops))
-        params = replace(params, thinking=thinking) if thinking is not None else params
-        params = replace(params, speculation=await self._speculation(ask, served, deadline)) if ask.guides else params
-        params = replace(params, logprobs=params.logprobs or 0) if ask.computed > ask.n else params
+            relaxed = (relaxed or await self._grammars.form(ask, served, deadline)) + more
+        await self._grammars.output(ask, thinking, served, deadline)
+        params, stops = await self._params(ask, len(prompt), thinking, served, deadline)
         id_ = ask.request_id or (receipt.request_id if receipt else self._draws.request_id())
         output = list(ask.output_so_far)
         digest = await self._off_loop(len(prompt) > LONG_PROMPT, deadline, prompt_digest, prompt)
@@ -315,31 +307,17 @@ class GenerateService:
         sealed = b"" if others else ask.resume or new.sealed(self._receipt_key)
         return _Plan(id_, request, text, blank, others, stops, sealed, receipt is not None, relaxed)
 
-    async def _check_form(self, ask: Ask, served: Served, deadline: float) -> tuple[str, ...]:
-        """Compiles the grammar as a worker will, in a thread. Returns what of it is not enforced. Raises INVALID_FIELD with its path in the
-        schema, and SATURATED."""
-        form = ask.sampling.structured
-        if form is None:
-            return ()
-        with _refusing("sampling.structured"):
-            return (await self._store(served).compiled(form, deadline - self._clock())).relaxed
-
-    async def _check_output(self, ask: Ask, thinking: ThinkingBudget | None, served: Served, deadline: float) -> None:
-        """Whether a worker can hold the rest of the output to its form and to the budget of its thinking. Raises like `_check_form`."""
-        form, output = ask.sampling.structured, list(ask.output_so_far)
-        if thinking is None and (form is None or not output):
-            return
-        with _refusing("max_thinking_tokens" if form is None else "sampling.structured"):
-            async with asyncio.timeout(deadline - self._clock()):
-                await self._store(served).ready(form, output, thinking)
-
-    def _store(self, served: Served) -> GrammarStore:
-        """Raises GrammarRefused."""
-        if self._path is None:
-            raise GrammarRefused("the files of this model are not here")
-        if self._grammars is None:
-            self._grammars = GrammarStore(self._path, self._tokenizer.vocab_size, served.eos_token_ids)
-        return self._grammars
+    async def _params(
+        self, ask: Ask, prompt_tokens: int, thinking: ThinkingBudget | None, served: Served, deadline: float
+    ) -> tuple[SamplingParams, tuple[str, ...]]:
+        """The parameters of the first choice, and the stop strings. Raises as `resolve` and `_speculation` do."""
+        params, stops = resolve(ask, prompt_tokens, served.max_model_len, self._draws.seed(), self._limits)
+        if stops:
+            params = replace(params, stop_token_ids=params.stop_token_ids | self._tokenizer.stop_tokens(stops))
+        params = replace(params, thinking=thinking) if thinking is not None else params
+        params = replace(params, speculation=await self._speculation(ask, served, deadline)) if ask.guides else params
+        params = replace(params, logprobs=params.logprobs or 0) if ask.computed > ask.n else params
+        return params, stops
 
     def _demanded(self, ask: Ask, prompt_end: str) -> tuple[Ask, tuple[str, ...]]:
         """With the form of the whole output: of calls that are demanded, and of thinking. And what of it is not enforced."""
@@ -459,16 +437,6 @@ class GenerateService:
 
     def _clamp(self, timeout_s: float | None) -> float:
         return min(self._config.default_timeout_s if timeout_s is None else timeout_s, self._config.max_timeout_s)
-
-
-@contextmanager
-def _refusing(field: str) -> Iterator[None]:
-    try:
-        yield
-    except GrammarRefused as error:
-        raise invalid(field, str(error)) from None
-    except (GrammarsBusy, TimeoutError) as error:
-        raise BatonError(Reason.SATURATED, str(error) or "the form of the output was not ready in time") from None
 
 
 def _told(params: SamplingParams, asked: AskSampling) -> SamplingParams:
