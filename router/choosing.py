@@ -6,7 +6,7 @@ What makes a worker a good choice is decided in `router.policy`.
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from baton.cluster.config_router import RouterConfig
@@ -20,7 +20,6 @@ from router.served import ServedModel
 from router.turnstile import Turnstile
 from router.waiting_room import WaitingRoom, no_room
 
-RECOVER_POLL_S = 0.05
 CHOSEN_A_TURN = 8192  # keys of the prompts for which workers are chosen; a worker that is judged costs as much as KEYS_A_WORKER
 KEYS_A_WORKER = 8
 LONG_PROMPT = 4096  # tokens
@@ -40,6 +39,7 @@ class Choosing:
         self.policy = Policy(model, Terms(config.bypass_tokens, config.fetch_tokens, config.load_tokens, max_queue=max_queue))
         self._turns = Turnstile(CHOSEN_A_TURN)
         self._room = WaitingRoom()
+        self._staffed = asyncio.Event()  # a decode worker has come since somebody found none
         self._ranks = itertools.count()
         model.members.listen(self._call)
 
@@ -113,7 +113,10 @@ class Choosing:
             self._hints.tell(request.arrival, self._model.members.record(hint.worker), keys[: hint.blocks], request.deadline - now)
 
     def _call(self) -> None:
-        self._room.call(everybody=not self._model.count("decode"))
+        staffed = bool(self._model.count("decode"))
+        if staffed:
+            self._staffed.set()
+        self._room.call(everybody=not staffed)
 
     async def turn(self, request: Request) -> None:
         """Waits until the work for the request's keys fits into a turn of the event loop: all streams of a worker may fail at once."""
@@ -140,7 +143,10 @@ class Choosing:
                 raise too_late(request, "while no decode worker was available")
             if now >= until:
                 raise BatonError(Reason.RETRIES_SPENT, "no decode worker came back", metadata=emitted(request))
-            await asyncio.sleep(RECOVER_POLL_S)
+            self._staffed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(request.deadline, until) - now):
+                    await self._staffed.wait()
 
     def keys(self, request: Request) -> list[bytes]:
         """Returns the block keys of all tokens so far; empty until a worker reports which model it serves.

@@ -28,7 +28,7 @@ from baton.cluster.handoff import Handoff
 from baton.cluster.records import WorkerRecord
 from baton.engine.core.beams import Hypothesis
 from baton.engine.core.block_key import root_key
-from router.choosing import RECOVER_POLL_S, Choosing
+from router.choosing import Choosing
 from router.conduct import Conduct
 from router.hints import Hints
 from router.life import Life
@@ -41,7 +41,7 @@ from router.request import NEAR_DEADLINE_S, Failure, Request, Scores, Timed, Tok
 from router.request_log import RequestLog, name
 from router.served import ServedModel
 from router.uncached import Explainer, Prompt, Sought
-from router.waiting_room import NoRoom
+from router.waiting_room import NoRoom, WaitingRoom
 from router.workers import Adopted, DecodeEvent, Died, Ended, FirstToken, Fork, Opened, Searched, Source, Workers
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class Dispatcher:
         self._arrivals = itertools.count()
         self.conduct = Conduct(model, config, clock)
         self._poison = Poison()
+        self._suspects = WaitingRoom()  # those that wait until another one has been tried
         self._log = RequestLog(log)
         self._life = Life(workers, config.hang_s)
         self._explainer = Explainer(model, config.fetch_tokens, config.load_tokens, caching)
@@ -91,11 +92,17 @@ class Dispatcher:
                 joined = None
                 async with aclosing(attempt) as batches:
                     async for tokens in batches:
-                        request.grow(tokens)
+                        self._grow(request, tokens)
                         yield tokens
         finally:
-            self._poison.forget(request)
+            if self._poison.forget(request):
+                self._suspects.call()
             self._leave_family(request)
+
+    def _grow(self, request: Request, tokens: Tokens) -> None:
+        request.grow(tokens)
+        if self._poison.trial is request:
+            self._suspects.call()
 
     async def _attempt(self, request: Request, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:
         """Yields tokens until the request is finished or a failure costs it a retry. Raises BatonError if it cannot be retried."""
@@ -439,10 +446,15 @@ class Dispatcher:
             raise BatonError(Reason.POISONOUS, f"workers died of this prompt; it is refused for another {left_s:.0f} s")
 
     async def _wait_for_trial(self, request: Request) -> None:
-        while not self._poison.may_try(request):
-            if self._clock() >= request.deadline:
-                raise too_late(request)
-            await asyncio.sleep(RECOVER_POLL_S)
+        """Waits while another suspect is being tried; those that wait are tried in the order of their arrival. Raises DEADLINE."""
+        if self._poison.may_try(request):
+            return
+        with self._suspects.enter((request.arrival,)) as place:
+            while await place.called(request.deadline - self._clock()):
+                if self._poison.may_try(request):
+                    return
+                place.wait_on(let_pass=False)
+        raise too_late(request)
 
     def _prompt(self, request: Request) -> tuple[list[bytes], int, list[int]]:
         """Returns the root key and the keys of the prompt's full blocks, the block size in tokens, and the prompt."""

@@ -2,6 +2,7 @@
 
     begin, died, end         record each stretch of a request's work on a worker process; `died` says whether the request is condemned
     may_try                  is called before each attempt, so that no request is condemned because of its neighbours
+    trial                    the suspect that is being tried: another one may be tried as soon as it has a token, or has ended
     quarantine, refusal      refuse condemned prompts for a while
 
 A request is condemned when a second process dies under it with no token in between, if it is more suspect than every other request on that
@@ -39,7 +40,7 @@ class Poison:
     def __init__(self) -> None:
         self._stretches: dict[str, _Stretch] = {}
         self._dead: dict[_Process, dict[str, Suspicion]] = {}  # the work that was on each, oldest first
-        self._trial: Request | None = None
+        self.trial: Request | None = None
         self._until: dict[tuple[bytes, tuple[int, ...]], float] = {}  # key of the last full block, tokens after it → end; oldest first
 
     # Which request it was
@@ -65,17 +66,19 @@ class Poison:
         return mine.deaths >= DEATHS and all(_weight(mine) > _weight(other) for other in others)
 
     def may_try(self, request: Request) -> bool:
-        """Returns False if it is one of several suspects and another one is being tried. Ask again later, or `forget` it."""
+        """Returns False if it is one of several suspects and another one is being tried. Ask again when that one moves or ends."""
         if request.suspicion.deaths < DEATHS or _has_moved(request):
             return True
-        if self._trial is None or self._trial is request or _has_moved(self._trial):
-            self._trial = request
-        return self._trial is request
+        if self.trial is None or self.trial is request or _has_moved(self.trial):
+            self.trial = request
+        return self.trial is request
 
-    def forget(self, request: Request) -> None:
-        """The request has ended."""
-        if self._trial is request:
-            self._trial = None
+    def forget(self, request: Request) -> bool:
+        """The request has ended. Returns whether it was the one that was being tried."""
+        if self.trial is not request:
+            return False
+        self.trial = None
+        return True
 
     # The same prompt again
 

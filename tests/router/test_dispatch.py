@@ -13,15 +13,17 @@ import pytest
 from fake_workers import MODEL, TOKENIZER, Call, FakeWorkers, Fault, answers, record, tied, unusable
 from turn_work import TurnWork
 
+from baton.clock import loop_time
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Load, WorkerRecord
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.toy import naive
+from baton.simulate import virtual_time
 from router import choosing, dispatch, policy
 from router.dispatch import Dispatcher
 from router.policy import choose_prefill
-from router.request import Request, Stopwatch, Trace
+from router.request import Request, Stopwatch, Suspicion, Trace
 from router.view import ClusterView
 from router.workers import Answer, DecodeEvent, Died
 
@@ -487,6 +489,48 @@ async def test_the_deadline_ends_the_wait_for_workers() -> None:
     world.check()
 
 
+def test_who_waits_for_a_decode_worker_is_woken_by_nothing_else() -> None:
+    """However long that takes, and whatever else changes meanwhile."""
+
+    async def main() -> None:
+        reads = 0
+
+        def clock() -> float:
+            nonlocal reads
+            reads += 1
+            return loop_time()
+
+        world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=600))
+        world.dispatcher = Dispatcher(world.view.models[MODEL], world.workers, world.config, clock)
+        fail(world, "d0", tokens=2, times=20)
+        requests = [replace(world.request(name=f"r{i}"), deadline=4000.0) for i in range(20)]
+        serving = [asyncio.create_task(world.serve(request)) for request in requests]
+        await asyncio.sleep(1)
+        before = reads
+        for now in range(100):
+            world.view.update([record("p0"), record("d0")], float(now))
+            await asyncio.sleep(5)
+        assert reads == before and not any(task.done() for task in serving)
+        answers(world.view, "d0", 1)
+        assert all(seen == truth(request) for request, seen in await asyncio.gather(*serving))
+        world.check()
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize(("recover_wait_s", "reason"), [(300.0, Reason.RETRIES_SPENT), (600.0, Reason.DEADLINE)])
+def test_the_wait_for_a_decode_worker_ends_at_its_time(recover_wait_s: float, reason: Reason) -> None:
+    async def main() -> None:
+        world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=recover_wait_s))
+        world.dispatcher = Dispatcher(world.view.models[MODEL], world.workers, world.config, loop_time)
+        fail(world, "d0", tokens=1)
+        error, _ = await world.refused(replace(world.request(), deadline=500.0))
+        assert error.reason is reason and loop_time() == min(recover_wait_s, 500.0)
+        world.check()
+
+    virtual_time.run(main())
+
+
 FULL = Load(waiting=256)
 
 
@@ -783,9 +827,8 @@ async def test_the_prefill_worker_is_told_which_worker_caches_most_of_the_prompt
 
 
 @pytest.mark.parametrize("make", WORLDS)
-async def test_a_request_can_be_cancelled_at_every_await(make: Callable[[], World], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_can_be_cancelled_at_every_await(make: Callable[[], World]) -> None:
     """The task is cancelled after 0, 1, 2, … turns of the event loop, until it finishes first."""
-    monkeypatch.setattr(choosing, "RECOVER_POLL_S", 0)
     cancelled = 0
     for turns in itertools.count():
         world = make()
@@ -876,8 +919,7 @@ async def test_cancelling_while_waiting_for_workers_releases_the_lease() -> None
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_random_faults_never_change_a_stream(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "RECOVER_POLL_S", 0.001)
+async def test_random_faults_never_change_a_stream(seed: int) -> None:
     rng = random.Random(seed)
     reasons = [reason for reason in Reason if reason.value.retry_elsewhere]
     world = World("p0 p1 d0 d1 d2", RouterConfig(bypass_tokens=8, recover_wait_s=0.05, max_retries=4))
@@ -1006,6 +1048,101 @@ async def test_a_request_that_kills_two_workers_is_ended_and_its_prompt_refused(
     world.workers.faults.clear()
     await world.serve(world.request([9, *SHORT]))
     world.check()
+
+
+@dataclass(frozen=True)
+class Pause(Fault):
+    """The worker goes on when it is told to."""
+
+    going: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def strike(self) -> None:
+        await self.going.wait()
+
+
+class Trials:
+    """Suspects of the same deaths, in virtual time. The first one's worker pauses before its first token."""
+
+    def __init__(self, count: int) -> None:
+        self.world = World("d0")
+        self.world.dispatcher = Dispatcher(self.world.view.models[MODEL], self.world.workers, self.world.config, loop_time)
+        self.pause = Pause(None, tokens=0)
+        self.world.workers.faults["d0"].append(self.pause)
+        self.first, *self.others = [replace(self.world.request(SHORT, name=f"r{i}"), deadline=5000.0 + i) for i in range(count)]
+        self.first.deadline = 9000.0
+        for request in (self.first, *self.others):
+            request.suspicion = Suspicion(len(request.tokens), deaths=2, without_token=2)
+        self.looks, self.served = 0, list[str]()
+        poison = self.world.dispatcher._poison
+        self._may_try, poison.may_try = poison.may_try, self._counted  # type: ignore[method-assign]
+
+    def _counted(self, request: Request) -> bool:
+        self.looks += 1
+        return self._may_try(request)
+
+    async def serve(self, request: Request) -> None:
+        _, seen = await self.world.serve(request)
+        assert seen == truth(request)
+        self.served.append(request.id)
+
+    async def wait(self) -> list["asyncio.Task[None]"]:
+        """The others come, and wait for long."""
+        await asyncio.sleep(1)
+        waiting = [asyncio.create_task(self.serve(request)) for request in self.others]
+        await asyncio.sleep(1)
+        self.looks = 0
+        await asyncio.sleep(1000)
+        assert self.looks == 0 and len(self.world.workers.calls) == 1
+        return waiting
+
+    async def check(self, waiting: list["asyncio.Task[None]"]) -> None:
+        """They are tried one after the other."""
+        await asyncio.gather(*waiting)
+        assert self.served == [request.id for request in self.others] and self.looks <= 2 * len(waiting)
+
+
+def test_the_next_suspect_is_tried_when_one_has_a_token() -> None:
+    """And nobody has asked in the meantime."""
+
+    async def main() -> None:
+        trials = Trials(20)
+        stream = trials.world.dispatcher.generate(trials.first)
+        token = asyncio.create_task(anext(stream))
+        waiting = await trials.wait()
+        trials.pause.going.set()
+        await token
+        await trials.check(waiting)
+        assert trials.first.output_len == 1, "it is still there"
+        await stream.aclose()
+        trials.world.check()
+
+    virtual_time.run(main())
+
+
+def test_the_next_suspect_is_tried_when_one_gives_up() -> None:
+    async def main() -> None:
+        trials = Trials(20)
+        first = asyncio.create_task(trials.serve(trials.first))
+        waiting = await trials.wait()
+        first.cancel()
+        await trials.check(waiting)
+        trials.world.check()
+
+    virtual_time.run(main())
+
+
+def test_a_suspect_that_is_not_tried_in_time_is_refused() -> None:
+    async def main() -> None:
+        trials = Trials(3)
+        first = asyncio.create_task(trials.serve(trials.first))
+        waiting = await trials.wait()
+        for number, task in enumerate(waiting, 1):
+            with pytest.raises(BatonError) as caught:
+                await task
+            assert caught.value.reason is Reason.DEADLINE and loop_time() == 5000.0 + number
+        first.cancel()
+
+    virtual_time.run(main())
 
 
 async def test_lost_connections_to_workers_that_live_do_not_condemn_the_request() -> None:
