@@ -70,7 +70,7 @@ class Queued:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class NotAdmitted:
     inflight: int
     queued: int
     late: bool = False  # the queue had room, but the request had no time
@@ -146,7 +146,7 @@ class Admission:
 
     def enter(
         self, request_id: str, priority: int = 0, now: float = 0.0, due: Due = ANY_TIME, weight: int = 1
-    ) -> Admitted | Queued | Refused:
+    ) -> Admitted | Queued | NotAdmitted:
         """The waiting request with the lowest `priority` goes first; among equals, the earliest. A request that is already here keeps its
         place. `weight`: the sequences that it makes the workers run."""
         if request_id in self._inside:
@@ -338,7 +338,7 @@ class Admission:
                 latest = min(latest, objective - need)
         return latest - now
 
-    def _refuse(self, more_s: float, now: float) -> Refused:
+    def _refuse(self, more_s: float, now: float) -> NotAdmitted:
         late = self.queued < self.room
         self._refusals.append(now)
-        return Refused(self.inflight, self.queued, late, self.retry_after(now, more_s if late else 0.0))
+        return NotAdmitted(self.inflight, self.queued, late, self.retry_after(now, more_s if late else 0.0))

@@ -25,7 +25,7 @@ from router.backlog import Backlog
 from router.calls import Message, to_addressee, to_events, to_job, to_ms, to_prefill_event, to_source
 from router.inbox import Inbox
 from router.request import Request
-from router.session import Call, Put, Session, meaning
+from router.session import Put, Session, SessionCall, meaning
 from router.turn_budget import BYTES_AT_ONCE, TurnBudget
 from router.turnstile import Turnstile
 from router.workers import Answer, CachePage, DecodeEvent, Died, Ended, FirstToken, OnOthers, PrefillEvent, Source
@@ -302,7 +302,7 @@ class GrpcWorkers:
         """Puts what comes for a call into its inbox. A token waits as bytes of its own: the event would keep the whole message that it came
         in. Too many of them end the call, here and at the worker."""
 
-        def put(call: Call[pb.DecodeEvent], event: Message) -> None:
+        def put(call: SessionCall[pb.DecodeEvent], event: Message) -> None:
             if isinstance(event, BatonError) or event.WhichOneof("event") != "token":
                 inbox.put(event)
                 return
@@ -325,7 +325,7 @@ class GrpcWorkers:
 class GrpcFork:
     """See `router.workers.Fork`. `held`: what lasts as long as the call."""
 
-    def __init__(self, told: pb.DecodeFork, call: Call[Any], held: ExitStack, events: AsyncGenerator[DecodeEvent, None]) -> None:
+    def __init__(self, told: pb.DecodeFork, call: SessionCall[Any], held: ExitStack, events: AsyncGenerator[DecodeEvent, None]) -> None:
         self.told = told
         self.call = call
         self._held = held
@@ -346,7 +346,7 @@ def _identity(worker: WorkerRecord) -> _Identity:
     return worker.name, worker.incarnation
 
 
-def _tell_first(call: Call[pb.DecodeEvent], first: "asyncio.Future[int]") -> None:
+def _tell_first(call: SessionCall[pb.DecodeEvent], first: "asyncio.Future[int]") -> None:
     if not first.cancelled():
         call.tell(first=pb.DecodeFirst(token_id=first.result()))
 

@@ -9,7 +9,7 @@ from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import RoleName, WorkerRecord
-from router.outliers import Ejected, Identity, Outliers, Stride, Terms
+from router.outliers import Ejected, EjectionTerms, Identity, Outliers, Stride
 from router.request import Request
 from router.retry_budget import RetryBudget
 from router.served import ServedModel
@@ -26,7 +26,7 @@ class Conduct:
         self.ejections: Counter[str] = Counter()  # by cause
         self.retries_refused = 0
         self._on = config.outlier_share > 0
-        self.outliers = Outliers(Terms(config.outlier_share, config.outlier_s, config.outlier_pace))
+        self.outliers = Outliers(EjectionTerms(config.outlier_share, config.outlier_s, config.outlier_pace))
         self._model, self._members = model, model.members
         self._clock = clock
         self._members.listen(self._look)

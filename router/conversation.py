@@ -21,7 +21,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PastCall:
     """A call that an earlier answer made. `arguments`: a JSON object as text."""
 
     id: str
@@ -33,7 +33,7 @@ class Call:
 class Aside:
     """What a message has besides role, content and name."""
 
-    calls: tuple[Call, ...] = ()
+    calls: tuple[PastCall, ...] = ()
     call_id: str = ""  # of the call whose result a message of the role `tool` is
     reasoning: str = ""
 
@@ -216,7 +216,7 @@ def _calls(setting: Setting, messages: Sequence[tuple[str, str]]) -> Iterator[Vi
             yield Violation(f"{path}.reasoning", "is not valid Unicode")
 
 
-def _call(call: Call, path: str, known: set[str]) -> Iterator[Violation]:
+def _call(call: PastCall, path: str, known: set[str]) -> Iterator[Violation]:
     if CALL_IDS.fullmatch(call.id) is None:
         yield Violation(f"{path}.id", "must be 1 to 128 letters, digits and ._:/|=+-")
     elif call.id in known:

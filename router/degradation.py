@@ -36,7 +36,7 @@ class Rules:
 
 
 @dataclass(slots=True)
-class _Held:
+class _Level:
     """What is remembered of a level."""
 
     times: float = 1.0  # of `hold_s`
@@ -49,7 +49,7 @@ class Degradation:
         self.level = 0  # measures in force
         self.share: float | None = None  # of the requests of the last judgement
         self.declined = 0  # requests that a measure has refused since the start
-        self._held = [_Held() for _ in rules.levels]
+        self._held = [_Level() for _ in rules.levels]
         self._changed_at = float("-inf")
         self._good_since: float | None = None
         self._seen: tuple[float, int, int] | None = None  # when the last judgement was made, and the counts then

@@ -36,7 +36,7 @@ from router.live_decode import LiveDecode
 from router.outliers import Stride
 from router.poison import Poison
 from router.policy import TERMS, Choice, Identity
-from router.prompt_lease import Joined, PromptLease, Started
+from router.prompt_lease import JoinedCall, PromptLease, Started
 from router.request import NEAR_DEADLINE_S, Failure, Request, Scores, Timed, Tokens, emitted, too_late
 from router.request_log import RequestLog, name
 from router.served import ServedModel
@@ -133,13 +133,13 @@ class Dispatcher:
                 if lease.held and lease.holder:
                     self._workers.release(lease.holder, lease.release(), request.id)
 
-    async def _turn_in_family(self, request: Request) -> Joined | None:
+    async def _turn_in_family(self, request: Request) -> JoinedCall | None:
         """Waits until one of several answers to a prompt can begin. None: it begins by itself. Raises DEADLINE."""
         if request.family is None:
             return None
         try:
             async with asyncio.timeout(self._remaining(request)):
-                joined: Joined | None = await request.family.turn(request.choice)
+                joined: JoinedCall | None = await request.family.turn(request.choice)
                 return joined
         except TimeoutError:
             raise too_late(request, "while its prompt was computed for another answer") from None
@@ -161,10 +161,10 @@ class Dispatcher:
             started = Started(worker, self._work(request), len(request.tokens), whole_prompt)
             self._poison.begin(started.work, request, worker.name, worker.incarnation)
             self._members.start_decode(started.work, worker.name, request.params.max_tokens)
-            family.join(place, Joined(leader, started, fork))
+            family.join(place, JoinedCall(leader, started, fork))
         return forks
 
-    async def _join(self, request: Request, joined: Joined, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:
+    async def _join(self, request: Request, joined: JoinedCall, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:
         """As `_attempt`, with the call that has begun with the leader's. The leader's stages until then are those of all."""
         trace, theirs = request.trace, joined.leader.trace
         trace.follow(theirs)

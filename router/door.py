@@ -14,7 +14,7 @@ from baton.engine.core.sampling import FIELDS
 from baton.engine.core.speculation import UNASKED, Speculation
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
-from router.conversation import MAX_TOOLS, MAX_TOOLS_BYTES, PLAIN, Aside, Call, Setting, Tool, parsed
+from router.conversation import MAX_TOOLS, MAX_TOOLS_BYTES, PLAIN, Aside, PastCall, Setting, Tool, parsed
 from router.doorman import Arrival
 from router.events import Accepted, Event, Finished, Pieces
 from router.found import Found
@@ -134,7 +134,7 @@ def _names(chat: pb.Chat) -> tuple[str, ...]:
 def _setting(chat: pb.Chat) -> Setting:
     """Raises INVALID_FIELD for a tool's parameters that are not JSON."""
     asides = tuple(
-        Aside(tuple(Call(call.id, call.name, call.arguments) for call in message.tool_calls), message.tool_call_id, message.reasoning)
+        Aside(tuple(PastCall(call.id, call.name, call.arguments) for call in message.tool_calls), message.tool_call_id, message.reasoning)
         for message in chat.messages[: _LIMITS.max_messages + 1]
     )
     setting = Setting(

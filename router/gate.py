@@ -10,7 +10,7 @@ from dataclasses import replace
 from baton.clock import loop_time
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
-from router.admission import Admission, Admitted, Due, Queued, Refused
+from router.admission import Admission, Admitted, Due, NotAdmitted, Queued
 from router.journal import Entry
 from router.policy import places
 from router.served import ServedModel
@@ -110,7 +110,7 @@ class Gate:
     def _ask(self, slot: str, ask: Ask, due: Due, now: float) -> Admitted | Queued:
         """Raises SATURATED."""
         answer = self._admission.enter(slot, ask.priority, now, due, ask.sequences)
-        if isinstance(answer, Refused):
+        if isinstance(answer, NotAdmitted):
             message = "more requests wait than can be served in time" if answer.late else "too many requests are being served and waiting"
             raise BatonError(Reason.SATURATED, message, retry_after=answer.retry_after)
         for displaced in answer.displaced if isinstance(answer, Queued) else ():

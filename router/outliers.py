@@ -80,7 +80,7 @@ MOVES = Moves(
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class EjectionTerms:
     share: float = 0.5  # of a role's workers that may be aside at a time; 0: none ever is
     base_s: float = 30.0
     pace: float = 4.0
@@ -220,7 +220,7 @@ class _Worker:
 
 
 class Outliers:
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: EjectionTerms) -> None:
         self._terms = terms
         self._workers: dict[Identity, _Worker] = {}
         self._aside: set[Identity] = set()

@@ -57,7 +57,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedCall:
     """A decode call that begins with that of another answer to the same prompt, which leads."""
 
     leader: Request

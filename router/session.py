@@ -42,13 +42,13 @@ class Session(Generic[E]):
         self._stream = stream
         self._command, self._commands, self._aside = command, commands, aside
         self._numbers = itertools.count(1)
-        self._calls: dict[int, Call[E]] = {}
+        self._calls: dict[int, SessionCall[E]] = {}
         self._unsent: OrderedDict[int, list[Any]] = OrderedDict()  # commands of each call, which bound it: a call has a few
         self._filled = asyncio.Event()
         self._writer = asyncio.create_task(self._write())
         self._reader = asyncio.create_task(self._read())
 
-    def start(self, command: Any, tokens: int, timeout_s: float, put: "Put[E]", forks: "Sequence[Call[E]]" = ()) -> "Call[E]":
+    def start(self, command: Any, tokens: int, timeout_s: float, put: "Put[E]", forks: "Sequence[SessionCall[E]]" = ()) -> "SessionCall[E]":
         """Begins a call, which lasts for the `with` block of what is returned. `command`: with its `start`, which carries so many `tokens`.
         `put` gets the events of the call in order, and the error that ends it early: a loss, or DEADLINE after `timeout_s`. `forks`: calls
         that `start` begins, too. Raises BatonError(WORKER_LOST)."""
@@ -58,24 +58,24 @@ class Session(Generic[E]):
         self._send(call, command)
         return call
 
-    def join(self, timeout_s: float, put: "Put[E]") -> "Call[E]":
+    def join(self, timeout_s: float, put: "Put[E]") -> "SessionCall[E]":
         """A call that begins with another one's `start`. Raises BatonError(WORKER_LOST)."""
         if self.lost:
             raise BatonError(Reason.WORKER_LOST, f"{self._worker} is gone")
-        call = Call(self, next(self._numbers), timeout_s, put)
+        call = SessionCall(self, next(self._numbers), timeout_s, put)
         self._calls[call.number] = call
         return call
 
-    def tell(self, call: "Call[E]", **command: Any) -> None:
+    def tell(self, call: "SessionCall[E]", **command: Any) -> None:
         """Sends a command, if the call has not ended and the worker is not lost."""
         if call.number in self._calls and not self.lost:
             self._send(call, self._command(call_id=call.number, **command))
 
-    def _send(self, call: "Call[E]", command: Any) -> None:
+    def _send(self, call: "SessionCall[E]", command: Any) -> None:
         self._unsent.setdefault(call.number, []).append(command)
         self._filled.set()
 
-    def cancel(self, call: "Call[E]") -> None:
+    def cancel(self, call: "SessionCall[E]") -> None:
         """Ends it on the worker."""
         self._unsent.pop(call.number, None)
         if call.sent:
@@ -84,7 +84,7 @@ class Session(Generic[E]):
         for fork in call.forks:
             fork.put(fork, BatonError(Reason.SATURATED, f"{self._worker} was not asked: the call that this one begins with has ended"))
 
-    def forget(self, call: "Call[E]") -> None:
+    def forget(self, call: "SessionCall[E]") -> None:
         """Nobody waits for it any more."""
         del self._calls[call.number]
 
@@ -156,7 +156,7 @@ class Session(Generic[E]):
             call.put(call, reason if call.sent else unsent)
 
 
-class Call(Generic[E]):
+class SessionCall(Generic[E]):
     """A call to a worker. It is cancelled there if its block is left early: neither normally nor with an error of the worker's."""
 
     __slots__ = ("_late", "_session", "_timer", "cancelled", "forks", "number", "put", "sent", "tokens")
@@ -164,7 +164,7 @@ class Call(Generic[E]):
     def __init__(self, session: Session[E], number: int, timeout_s: float, put: "Put[E]") -> None:
         self.number, self.put = number, put
         self.tokens = 0
-        self.forks: tuple[Call[E], ...] = ()
+        self.forks: tuple[SessionCall[E], ...] = ()
         self.sent = False  # whether the worker may have seen it
         self.cancelled = False
         self._session = session
@@ -193,7 +193,7 @@ class Call(Generic[E]):
             self._session.cancel(self)
 
 
-Put = Callable[[Call[E], E | BatonError], None]
+Put = Callable[[SessionCall[E], E | BatonError], None]
 
 
 def meaning(error: grpc.RpcError) -> BatonError:

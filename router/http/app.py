@@ -126,13 +126,13 @@ class HttpDoor:
         ]
 
     def _writer(self, asked: Asked, request_id: str) -> Writer:
-        return openai_out.Writer(asked, self._tokenizer, request_id, self._service.model_name, reasoning=self._reasoning)
+        return openai_out.OpenAiWriter(asked, self._tokenizer, request_id, self._service.model_name, reasoning=self._reasoning)
 
     def _token_writer(self, asked: Asked, request_id: str) -> Writer:
         return GenerateWriter(asked, self._tokenizer, request_id, self._service.model_name)
 
     def _message_writer(self, asked: Asked, request_id: str) -> Writer:
-        return messages_out.Writer(asked, self._tokenizer, request_id, self._service.model_name)
+        return messages_out.MessageWriter(asked, self._tokenizer, request_id, self._service.model_name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id", "")

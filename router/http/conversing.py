@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag, WithJsonSchema
 
-from router.conversation import EFFORTS, MAX_TOOLS, Aside, Call, Effort, Setting, Tool
+from router.conversation import EFFORTS, MAX_TOOLS, Aside, Effort, PastCall, Setting, Tool
 from router.http.body import Body, Boolean, Rule, String, Whatever, neutral, sized
 from router.http.errors import bad_value
 from router.validate import Limits
@@ -16,7 +16,7 @@ def kind_of_content(value: Any) -> str | None:
     return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
 
 
-class Part(Body):
+class ContentPart(Body):
     type: Annotated[Any, neutral("text")]
     text: Annotated[str, Rule("must be a string")]
     id: Whatever = None  # of LangChain
@@ -26,7 +26,7 @@ class Part(Body):
 
 _CONTENT = Rule("must be a string or a list of parts")
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Part], Field(min_length=1, fail_fast=True), Tag("parts")],
+    Annotated[str, Tag("text")] | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True), Tag("parts")],
     Discriminator(kind_of_content),
     _CONTENT,
 ]
@@ -44,7 +44,7 @@ class ToolCall(Body):
     index: Whatever = None  # of a chunk
 
 
-class Message(Body):
+class ChatMessage(Body):
     role: Annotated[str, Rule("must be a string"), WithJsonSchema({"enum": ["system", "developer", "user", "assistant", "tool"]})]
     content: Annotated[Content | None, _CONTENT] = None
     name: String = None
@@ -62,7 +62,7 @@ class Message(Body):
 
 
 Messages = Annotated[
-    list[Message],
+    list[ChatMessage],
     Field(min_length=1, max_length=_LIMITS.max_messages, fail_fast=True),
     Rule(sized(_LIMITS.max_messages, "messages", "must be a list of messages")),
 ]
@@ -98,14 +98,14 @@ class Conversing(Body):
     continue_final_message: Boolean = None
 
 
-def conversation(given: list[Message]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+def conversation(given: list[ChatMessage]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """(role, content) of each message, and their names if any has one. The text parts of a content become its lines."""
     messages = tuple(("system" if one.role == "developer" else one.role, _content(one, i)) for i, one in enumerate(given))
     names = tuple(one.name or "" for one in given)
     return messages, names if any(names) else ()
 
 
-def setting_of(given: Conversing, messages: list[Message]) -> Setting:
+def setting_of(given: Conversing, messages: list[ChatMessage]) -> Setting:
     """Raises HttpError."""
     asides = tuple(_aside(message, i) for i, message in enumerate(messages))
     continues = bool(given.continue_final_message)
@@ -137,19 +137,19 @@ def _choice(given: str | dict[str, Any] | None) -> str:
     return given or "auto"
 
 
-def _aside(message: Message, i: int) -> Aside:
+def _aside(message: ChatMessage, i: int) -> Aside:
     if None not in (message.reasoning, message.reasoning_content) and message.reasoning != message.reasoning_content:
         raise bad_value(f"messages[{i}].reasoning", "and reasoning_content are two names of one thing; the two differ")
-    calls = tuple(Call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ())
+    calls = tuple(PastCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ())
     return Aside(calls, message.tool_call_id or "", message.reasoning or message.reasoning_content or "")
 
 
-def _content(message: Message, i: int) -> str:
+def _content(message: ChatMessage, i: int) -> str:
     """An assistant's turn may have none: some clients keep it so when the answer was empty. Raises HttpError."""
     if message.content is None and message.role != "assistant":
         raise bad_value(f"messages[{i}].content", "must be given", "missing_required_parameter")
     return text_of(message.content or "")
 
 
-def text_of(content: str | list[Part]) -> str:
+def text_of(content: str | list[ContentPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -44,7 +44,7 @@ class ToolChoice(Body):
     disable_parallel_tool_use: Boolean = None
 
 
-class Thinking(Body):
+class ThinkingConfig(Body):
     type: Annotated[Literal["enabled", "disabled", "adaptive"], Rule('must be "enabled", "disabled" or "adaptive"')]
     budget_tokens: Integer = None
     display: Annotated[Literal["summarized", "omitted"] | None, Rule('must be "summarized" or "omitted"')] = None
@@ -67,7 +67,7 @@ class CountTokens(Body):
         Rule(sized(MAX_TOOLS, "tools", "must be a list of tools")),
     ] = None
     tool_choice: Annotated[ToolChoice | None, Rule("must be an object")] = None
-    thinking: Annotated[Thinking | None, Rule("must be an object")] = None
+    thinking: Annotated[ThinkingConfig | None, Rule("must be an object")] = None
     output_config: Annotated[OutputConfig | None, Rule("must be an object")] = None
     output_format: Annotated[dict[str, Any] | None, Rule(_FORMAT)] = None  # the name before `output_config.format`
     cache_control: Whatever = None
@@ -193,7 +193,7 @@ def _choice(given: ToolChoice) -> str:
     return "required" if given.type == "any" else given.type
 
 
-def _check_thinking(given: Thinking | None, effort: str | None) -> None:
+def _check_thinking(given: ThinkingConfig | None, effort: str | None) -> None:
     """Raises HttpError."""
     if given is None:
         return

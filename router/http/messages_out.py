@@ -68,7 +68,7 @@ class Block:
             yield to_json(self.head | {self.head["type"]: told})
 
 
-class Writer:
+class MessageWriter:
     def __init__(self, asked: Asked, tokenizer: Tokenizer, request_id: str, model: str) -> None:
         self._asked = asked
         self._tokenizer = tokenizer

@@ -1,7 +1,7 @@
 """Events of the service → answers of the OpenAI API: whole, or in chunks.
 
-    Writer            one HTTP request: its id, its choices, its usage
-    Chat, Completion  what a choice looks like in each of the two APIs
+    OpenAiWriter                one HTTP request: its id, its choices, its usage
+    ChatShape, CompletionShape  what a choice looks like in each of the two APIs
 
 Every token makes a chunk, even one that completes no text (half a character, the beginning of a stop string), so a client that counts
 chunks counts tokens.
@@ -33,7 +33,7 @@ _Json = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Choice:
+class ChoiceSoFar:
     """What is known about one choice."""
 
     begun: bool = False
@@ -74,7 +74,7 @@ class Shape(Protocol):
     name: str
     chunk_name: str
 
-    def whole(self, choice: Choice) -> _Json:
+    def whole(self, choice: ChoiceSoFar) -> _Json:
         """The text of a choice."""
 
     def begin(self) -> _Json | None:
@@ -90,7 +90,7 @@ class Shape(Protocol):
         """Log-probabilities of `tokens`, each with the character at which its text begins: lists with an entry for each token."""
 
 
-class Chat:
+class ChatShape:
     prefix, name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, tokenizer: Tokenizer, reasoning: Sequence[str] = REASONING) -> None:
@@ -98,7 +98,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._reasoning = reasoning
 
-    def whole(self, choice: Choice) -> _Json:
+    def whole(self, choice: ChoiceSoFar) -> _Json:
         text = "".join(choice.texts)
         message: _Json = {"role": "assistant", "content": text, "refusal": None}
         if choice.reasoning:
@@ -138,13 +138,13 @@ class Chat:
         }
 
 
-class Completion:
+class CompletionShape:
     prefix, name, chunk_name = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def whole(self, choice: Choice) -> _Json:
+    def whole(self, choice: ChoiceSoFar) -> _Json:
         return {"text": "".join(choice.texts)}
 
     def begin(self) -> _Json | None:
@@ -193,7 +193,7 @@ def _event(value: _Json, id_: str) -> bytes:
     return b"data: " + to_json(value) + (b"\nid: " + id_.encode() if id_ else b"") + b"\n\n"
 
 
-class Writer:
+class OpenAiWriter:
     def __init__(
         self,
         asked: Asked,
@@ -205,10 +205,10 @@ class Writer:
     ) -> None:
         """`reasoning`: the names under which the thinking is told."""
         self._asked = asked
-        self._shape: Shape = Chat(tokenizer, reasoning) if asked.chat else Completion(tokenizer)
+        self._shape: Shape = ChatShape(tokenizer, reasoning) if asked.chat else CompletionShape(tokenizer)
         self._logprobs = asked.asks[0].sampling.logprobs is not None
         # The client of a resumed stream has the first chunk.
-        self._choices = [Choice(begun=bool(ask.resume and ask.output_so_far)) for ask in asked.asks for _ in range(asked.n)]
+        self._choices = [ChoiceSoFar(begun=bool(ask.resume and ask.output_so_far)) for ask in asked.asks for _ in range(asked.n)]
         self._head = {"id": f"{self._shape.prefix}-{request_id}", "object": self._shape.name, "created": int(clock()), "model": model}
         self._tokenizer = tokenizer
         self._prompts = [PromptOut() for _ in asked.asks]
@@ -242,7 +242,7 @@ class Writer:
                 other.cached_tokens = event.request.trace.cached_tokens
         check_size(self._size)
 
-    def _write_logprobs(self, choice: Choice, token: Token) -> None:
+    def _write_logprobs(self, choice: ChoiceSoFar, token: Token) -> None:
         for name, entries in self._shape.logprobs([(token, choice.length)]).items():
             if isinstance(entries, list):
                 choice.columns.setdefault(name, []).append(entry := to_json(entries[0]))
@@ -370,7 +370,7 @@ class Writer:
                     choice.sampling["sampling"]["seed"] = event.request.params.seed
                 choice.cached_tokens = event.request.trace.cached_tokens
 
-    def _sampling(self, choice: Choice) -> _Json:
+    def _sampling(self, choice: ChoiceSoFar) -> _Json:
         """What the first chunk of a choice says."""
         told, choice.sampling = choice.sampling, {}
         return told

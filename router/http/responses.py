@@ -13,7 +13,7 @@ from router.http.json_body import check_values, parse
 from router.http.openai_in import Asked
 from router.http.pieces import PIECE_BYTES
 from router.http.responses_in import AskedResponse, after, response
-from router.http.responses_out import Writer
+from router.http.responses_out import ResponseWriter
 from router.kept import Kept, Unreachable
 from router.service import GenerateService
 from router.tokenizer import Tokenizer
@@ -29,7 +29,9 @@ class Responses:
         self._service = service
         self._tokenizer = tokenizer
         self._draw_id = draw_id
-        self.api = Api(response, self._writer, _event, b"", lambda refusal: refusal.body, Writer.broken, self._prepare, self._settle)
+        self.api = Api(
+            response, self._writer, _event, b"", lambda refusal: refusal.body, ResponseWriter.broken, self._prepare, self._settle
+        )
 
     async def get(self, tenant: str, id_: str) -> bytes:
         """An answer that is kept, in JSON. Raises HttpError."""
@@ -47,10 +49,10 @@ class Responses:
             raise _unknown("response_id")
         return {"id": id_, "object": "response", "deleted": True}
 
-    def _writer(self, asked: Asked, request_id: str) -> Writer:
+    def _writer(self, asked: Asked, request_id: str) -> ResponseWriter:
         assert isinstance(asked, AskedResponse)
         to_keep = self._service.kept is not None and asked.given.store is not False
-        return Writer(asked, self._tokenizer, self._draw_id().removeprefix("req-"), self._service.model_name, to_keep)
+        return ResponseWriter(asked, self._tokenizer, self._draw_id().removeprefix("req-"), self._service.model_name, to_keep)
 
     async def _prepare(self, asked: AskedResponse) -> AskedResponse:
         """With the conversation that it goes on with. Raises HttpError."""
@@ -65,7 +67,7 @@ class Responses:
         except (ValidationError, HttpError, KeyError, TypeError):  # of another version of this software
             raise _unknown(PREVIOUS) from None
 
-    async def _settle(self, writer: Writer) -> None:
+    async def _settle(self, writer: ResponseWriter) -> None:
         """Keeps an answer, if it is to be kept and can be; the answer says whether it is."""
         kept = self._service.kept
         if kept is None or not writer.to_keep:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, TypeAdapter, WithJsonSchema, create_model
 
 from router.backlog import Backlog
-from router.conversation import EFFORTS, MAX_TOOLS, Aside, Call, Effort, Setting, Tool
+from router.conversation import EFFORTS, MAX_TOOLS, Aside, Effort, PastCall, Setting, Tool
 from router.http import forms
 from router.http.body import UNSUPPORTED, Body, Boolean, Integer, Rule, String, Whatever, neutral, read, sized
 from router.http.errors import bad_value, to_json
@@ -24,7 +24,7 @@ _Json = dict[str, Any]
 _LIMITS = Limits()
 
 
-class Part(Body):
+class InputPart(Body):
     type: Annotated[Any, neutral("input_text", "output_text")]
     text: Annotated[str, Rule("must be a string")]
     annotations: Annotated[Any, neutral([])] = None
@@ -34,13 +34,13 @@ class Part(Body):
 
 _CONTENT = Rule("must be a string or a list of parts")
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Part], Field(min_length=1, fail_fast=True), Tag("parts")],
+    Annotated[str, Tag("text")] | Annotated[list[InputPart], Field(min_length=1, fail_fast=True), Tag("parts")],
     Discriminator(lambda value: "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None),
     _CONTENT,
 ]
 
 
-class Message(Body):
+class InputMessage(Body):
     type: Annotated[Any, neutral("message")] = None
     role: Annotated[Literal["user", "assistant", "system", "developer"], Rule("must be one of user, assistant, system and developer")]
     content: Content
@@ -76,15 +76,15 @@ class Summary(Body):
     text: Annotated[str, Rule("must be a string")]
 
 
-class Thought(Body):
+class ReasoningText(Body):
     type: Annotated[Any, neutral("reasoning_text")]
     text: Annotated[str, Rule("must be a string")]
 
 
-class Reasoning(Body):
+class ReasoningItem(Body):
     type: Annotated[Any, neutral("reasoning")]
     summary: Annotated[Annotated[list[Summary], Field(fail_fast=True)] | None, Rule("must be a list of summaries")] = None
-    content: Annotated[Annotated[list[Thought], Field(fail_fast=True)] | None, Rule("must be a list of thoughts")] = None
+    content: Annotated[Annotated[list[ReasoningText], Field(fail_fast=True)] | None, Rule("must be a list of thoughts")] = None
     id: Whatever = None
     status: Whatever = None
     encrypted_content: Annotated[Any, neutral()] = None
@@ -94,7 +94,12 @@ def _none(value: Any) -> Any:
     raise ValueError
 
 
-_KINDS = {"message": "Message", "function_call": "FunctionCall", "function_call_output": "FunctionCallOutput", "reasoning": "Reasoning"}
+_KINDS = {
+    "message": "InputMessage",
+    "function_call": "FunctionCall",
+    "function_call_output": "FunctionCallOutput",
+    "reasoning": "ReasoningItem",
+}
 _NO_ITEM = Rule(f"is not supported here (only {', '.join(_KINDS)} are)", UNSUPPORTED)
 
 
@@ -108,10 +113,10 @@ def _kind(value: Any) -> str:
 
 
 Item = Annotated[
-    Annotated[Message, Tag("Message")]
+    Annotated[InputMessage, Tag("InputMessage")]
     | Annotated[FunctionCall, Tag("FunctionCall")]
     | Annotated[FunctionCallOutput, Tag("FunctionCallOutput")]
-    | Annotated[Reasoning, Tag("Reasoning")]
+    | Annotated[ReasoningItem, Tag("ReasoningItem")]
     | Annotated[OtherItem, Tag("OtherItem")],
     Discriminator(_kind),
 ]
@@ -134,12 +139,12 @@ class FunctionTool(Body):
     output_schema: Annotated[Any, neutral()] = None
 
 
-class Text(Body):
+class TextConfig(Body):
     format: Annotated[dict[str, Any] | None, Rule("must be an object")] = None
     verbosity: Annotated[Any, neutral("medium")] = None
 
 
-class Thinking(Body):
+class ReasoningConfig(Body):
     effort: Annotated[Effort | None, Rule(f"must be one of {', '.join(EFFORTS)}")] = None
     summary: Annotated[Any, neutral("auto")] = None  # there is none: the thoughts themselves are told
     generate_summary: Annotated[Any, neutral("auto")] = None
@@ -185,8 +190,8 @@ class Response(Sampling):  # type: ignore[misc]
     ] = None
     tool_choice: Annotated[str | dict[str, Any] | None, Rule('must be "none", "auto", "required", or an object that names a tool')] = None
     parallel_tool_calls: Boolean = None
-    text: Annotated[Text | None, Rule("must be an object")] = None
-    reasoning: Annotated[Thinking | None, Rule("must be an object")] = None
+    text: Annotated[TextConfig | None, Rule("must be an object")] = None
+    reasoning: Annotated[ReasoningConfig | None, Rule("must be an object")] = None
     metadata: Metadata = None
     stream: Boolean = None
     stream_options: Annotated[Streaming | None, Rule("must be an object")] = None
@@ -301,7 +306,7 @@ class _Turn:
     call_id: str = ""
     reasoning: str = ""
     reasoning_place: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[PastCall] = field(default_factory=list)
     call_places: list[str] = field(default_factory=list)
 
     @property
@@ -313,28 +318,28 @@ def _add(turns: list[_Turn], item: Any, place: str) -> None:
     """Thoughts, texts and calls that follow each other are one turn of the assistant; a text after a text is another turn."""
     last = turns[-1] if turns and turns[-1].role == "assistant" else None
     match item:
-        case Message(role="assistant"):
+        case InputMessage(role="assistant"):
             if last is None or (last.texts and not last.calls):
                 turns.append(last := _Turn("assistant", place))
             last.texts.append(_text(item.content))
             last.place = place
-        case Message():
+        case InputMessage():
             turns.append(_Turn("user" if item.role == "user" else "system", place, [_text(item.content)]))
         case FunctionCall():
             if last is None:
                 turns.append(last := _Turn("assistant", place))
-            last.calls.append(Call(item.call_id, item.name, item.arguments))
+            last.calls.append(PastCall(item.call_id, item.name, item.arguments))
             last.call_places.append(place)
         case FunctionCallOutput():
             turns.append(_Turn("tool", place, [_text(item.output)], item.call_id))
-        case Reasoning():
+        case ReasoningItem():
             turns.append(_Turn("assistant", place, reasoning=_thoughts(item), reasoning_place=place))
 
 
 def _kept(item: Any) -> _Json:
     """What of an item becomes part of the prompt, as an item."""
     match item:
-        case Message():
+        case InputMessage():
             return {"role": item.role, "content": _text(item.content)}
         case FunctionCall():
             return {"type": item.type, "call_id": item.call_id, "name": item.name, "arguments": item.arguments}
@@ -343,11 +348,11 @@ def _kept(item: Any) -> _Json:
     return {"type": item.type, "content": [{"type": "reasoning_text", "text": _thoughts(item)}]}
 
 
-def _thoughts(item: Reasoning) -> str:
+def _thoughts(item: ReasoningItem) -> str:
     return "\n".join(one.text for one in item.content or item.summary or ())
 
 
-def _text(content: str | list[Part]) -> str:
+def _text(content: str | list[InputPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 

@@ -68,7 +68,7 @@ class _Item:
         return members(head, content=_between(b"[", self.part(logprobs=logprobs), b"]"))
 
 
-class Writer:
+class ResponseWriter:
     def __init__(
         self,
         asked: AskedResponse,

@@ -5,7 +5,7 @@ from typing import Any
 
 from router.events import Finished, Part
 from router.http.openai_in import Asked
-from router.http.openai_out import Chat, Choice, Completion, Writer
+from router.http.openai_out import ChatShape, ChoiceSoFar, CompletionShape, OpenAiWriter
 from router.http.pieces import list_of_ids, members
 from router.http.prompt_out import finite
 from router.request import Token
@@ -15,12 +15,12 @@ from router.tools.delta import Delta
 _Json = dict[str, Any]
 
 
-class Tokens(Completion):
+class TokensShape(CompletionShape):
     """A choice without text. Log-probabilities name tokens by their ids."""
 
     prefix, name, chunk_name = "gen", "", ""
 
-    def whole(self, choice: Choice) -> _Json:
+    def whole(self, choice: ChoiceSoFar) -> _Json:
         return {}
 
     def part(self, text: str, deltas: Sequence[Delta] = ()) -> _Json:
@@ -33,10 +33,10 @@ class Tokens(Completion):
         return {"content": [_entry(token) for token, _ in tokens]}
 
 
-class Text(Completion):
+class TextShape(CompletionShape):
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
-        self.logprobs = Chat(tokenizer).logprobs  # type: ignore[method-assign]
+        self.logprobs = ChatShape(tokenizer).logprobs  # type: ignore[method-assign]
 
 
 def _entry(token: Token) -> _Json:
@@ -47,10 +47,10 @@ def _entry(token: Token) -> _Json:
     return own | {"top_logprobs": [own, *(entry for entry in ranked if entry is not own)]}
 
 
-class GenerateWriter(Writer):
+class GenerateWriter(OpenAiWriter):
     def __init__(self, asked: Asked, tokenizer: Tokenizer, request_id: str, model: str) -> None:
         super().__init__(asked, tokenizer, request_id, model)
-        self._shape = Text(tokenizer) if asked.text else Tokens(tokenizer)
+        self._shape = TextShape(tokenizer) if asked.text else TokensShape(tokenizer)
         self._named = {"request_id": asked.asks[0].request_id if len(asked.asks) == 1 else request_id}
         self._named["output_mode"] = "text" if asked.text else "tokens"
         self._stops: dict[int, int | str | None] = {}  # choice → the stop string or token that ended it

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.conversation import Aside, Call
+from router.conversation import Aside, PastCall
 from router.http.body import Body, Boolean, Neutral, Rule, Whatever, neutral, sized
 from router.http.conversing import kind_of_content
 from router.http.errors import bad_value
@@ -196,7 +196,7 @@ class Conversation:
             self._add("user", "\n".join(texts), path)
 
     def _answer(self, blocks: list[Any], path: str) -> None:
-        texts, thoughts, calls = list[str](), list[str](), dict[str, Call]()
+        texts, thoughts, calls = list[str](), list[str](), dict[str, PastCall]()
         for k, block in enumerate(blocks):
             here = f"{path}.content[{k}]"
             match block:
@@ -205,7 +205,7 @@ class Conversation:
                 case Thought():
                     thoughts.append(block.thinking)
                 case ToolUse():
-                    calls[here] = Call(block.id, block.name, dumped(block.input, f"{here}.input"))
+                    calls[here] = PastCall(block.id, block.name, dumped(block.input, f"{here}.input"))
         i = self._add("assistant", "\n".join(texts), path, Aside(tuple(calls.values()), reasoning="\n".join(thoughts)))
         self.names[f"messages[{i}].tool_calls"] = self.names[f"messages[{i}].reasoning"] = f"{path}.content"
         for c, here in enumerate(calls, len(self.asides[i].calls) - len(calls)):

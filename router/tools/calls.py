@@ -16,8 +16,8 @@ from typing import Any
 
 from router.tools.arguments import from_python, from_tags
 from router.tools.delta import Arguments, CallBegin, Content, Delta
-from router.tools.families import Family, Named, Objects, Pythonic, Style, Tagged, bare_of, begin_of
-from router.tools.source import CutOff, NotACall, Reading, Source, members_of
+from router.tools.families import ModelFamily, Named, Objects, Pythonic, Style, Tagged, bare_of, begin_of
+from router.tools.source import CutOff, NotACall, Reading, TextSource, members_of
 
 NAME = "[A-Za-z0-9_.-]"
 _NAME = re.compile(f"{NAME}*")
@@ -30,7 +30,7 @@ MAX_CALLS = 128  # of one answer; more are text
 
 class CallReader:
     def __init__(
-        self, family: Family, tools: Mapping[str, Any], live: bool = False, id_of: Callable[[int], str] = lambda index: ""
+        self, family: ModelFamily, tools: Mapping[str, Any], live: bool = False, id_of: Callable[[int], str] = lambda index: ""
     ) -> None:
         """`tools`: name → JSON Schema of the arguments. `live`: a grammar guarantees that what begins as a call is one. `id_of`: the id of
         a call by its index."""
@@ -40,7 +40,7 @@ class CallReader:
         self._styles = family.styles
         self._tools = tools
         self._live = live
-        self._source = Source()
+        self._source = TextSource()
         self._out: list[Delta] = []
         self._given = 0  # in the source's text; what is before it is reported
         self._fresh = True  # nothing but calls so far: a bare call may begin

@@ -59,7 +59,7 @@ Style = Objects | Named | Pythonic | Tagged
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     name: str
     styles: tuple[Style, ...]
     marks: tuple[str, ...] = ()  # a chat template that has all of them writes this family's calls
@@ -105,22 +105,22 @@ _OPEN_TAGGED = Tagged("<function=", ">", f"</function>\n{END}", "<parameter=", "
 _HERMES = Objects(BEGIN, END)
 
 FAMILIES = (
-    Family("qwen3_xml", (_TAGGED, _OPEN_TAGGED, _HERMES), ("<function=", "<parameter="), (f"{BEGIN}\n<function=",)),
-    Family("hermes", (_HERMES,), (BEGIN, END)),
-    Family(
+    ModelFamily("qwen3_xml", (_TAGGED, _OPEN_TAGGED, _HERMES), ("<function=", "<parameter="), (f"{BEGIN}\n<function=",)),
+    ModelFamily("hermes", (_HERMES,), (BEGIN, END)),
+    ModelFamily(
         "mistral",
         (Named("[TOOL_CALLS]", "[ARGS]", id_mark="[CALL_ID]"), Objects("[TOOL_CALLS]", listed=True)),
         ("[TOOL_CALLS]", "[ARGS]"),
     ),
-    Family(
+    ModelFamily(
         "mistral_list",
         (Objects("[TOOL_CALLS]", listed=True), Named("[TOOL_CALLS]", "[ARGS]", id_mark="[CALL_ID]")),
         ("[TOOL_CALLS]",),
     ),
-    Family("deepseek_v41", (_dsml("calls", " "), _dsml("tool_calls"), _dsml("function_calls")), ("｜DSML｜ ",)),
-    Family("deepseek_v4", (_dsml("tool_calls"), _dsml("function_calls"), _dsml("calls", " ")), ("｜DSML｜", "tool_calls>")),
-    Family("deepseek_v32", (_dsml("function_calls"), _dsml("tool_calls"), _dsml("calls", " ")), ("｜DSML｜",)),
-    Family(
+    ModelFamily("deepseek_v41", (_dsml("calls", " "), _dsml("tool_calls"), _dsml("function_calls")), ("｜DSML｜ ",)),
+    ModelFamily("deepseek_v4", (_dsml("tool_calls"), _dsml("function_calls"), _dsml("calls", " ")), ("｜DSML｜", "tool_calls>")),
+    ModelFamily("deepseek_v32", (_dsml("function_calls"), _dsml("tool_calls"), _dsml("calls", " ")), ("｜DSML｜",)),
+    ModelFamily(
         "deepseek_v3",
         (
             Named("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>", section=_CALLS),
@@ -128,7 +128,7 @@ FAMILIES = (
         ),
         ("<｜tool▁calls▁begin｜>", "```json"),
     ),
-    Family(
+    ModelFamily(
         "deepseek_v31",
         (
             Named("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", section=_CALLS),
@@ -136,8 +136,8 @@ FAMILIES = (
         ),
         ("<｜tool▁calls▁begin｜>",),
     ),
-    Family("llama_pythonic", (Pythonic(), Pythonic("<|python_start|>", "<|python_end|>")), ("<|python_start|>",)),
-    Family(
+    ModelFamily("llama_pythonic", (Pythonic(), Pythonic("<|python_start|>", "<|python_end|>")), ("<|python_start|>",)),
+    ModelFamily(
         "llama_json",
         (
             Objects(arguments="parameters", separators=(";", ",")),
@@ -145,14 +145,14 @@ FAMILIES = (
         ),
         ("<|python_tag|>",),
     ),
-    Family("json", (Objects(separators=(",", ";")), _HERMES)),
+    ModelFamily("json", (Objects(separators=(",", ";")), _HERMES)),
 )
 BY_NAME = {family.name: family for family in FAMILIES}
 GENERIC = BY_NAME["json"]
 _FOREIGN = ("<arg_key>", "<|tool_calls_section_begin|>", "<|channel|>", "<|tool_call>")  # of GLM, Kimi, gpt-oss, Gemma 4
 
 
-def family_of(template: str | None) -> Family | None:
+def family_of(template: str | None) -> ModelFamily | None:
     """The family whose calls a chat template writes. A template that knows no tools gets the generic one; None: they are in a form that is
     not read here."""
     if template is None or "tools" not in template:

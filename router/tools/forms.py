@@ -13,7 +13,7 @@ from baton.engine.grammars.keywords import Reading, read_schema
 from router.conversation import Setting, Tool, named
 from router.tokenizer import Tokenizer
 from router.tools import families, thinking
-from router.tools.families import GENERIC, Family
+from router.tools.families import GENERIC, ModelFamily
 from router.tools.grammar import after_thinking, lark
 from router.tools.reading import Format
 from router.tools.thinking import Thinking, is_open
@@ -24,7 +24,7 @@ MISTRAL_ID = 9  # characters: its templates accept no other number
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    family: Family | None = GENERIC  # None: in a form that is not read here
+    family: ModelFamily | None = GENERIC  # None: in a form that is not read here
     thinking: Thinking | None = None
     templated: bool = False  # the chat template tells the model of its tools
     marks: Mapping[int, bytes] = field(default_factory=dict)  # control tokens of the two, with their spelling
@@ -119,7 +119,7 @@ class Forms:
         return id_of
 
 
-def _literals(family: Family | None) -> Iterator[str]:
+def _literals(family: ModelFamily | None) -> Iterator[str]:
     for style in family.styles if family is not None else ():
         for part in fields(style):
             value = getattr(style, part.name)

@@ -15,7 +15,7 @@ from typing import Any
 from baton.engine.core.grammar import Grammar
 from baton.engine.grammars.keywords import COMPACT, read_schema
 from router.tools.arguments import kinds_of, property_of
-from router.tools.families import Family, Named, Objects, Style, Tagged
+from router.tools.families import ModelFamily, Named, Objects, Style, Tagged
 from router.tools.thinking import Thinking
 
 TEXT = r"/(.|\n)*/"
@@ -25,7 +25,7 @@ _EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def lark(
-    family: Family,
+    family: ModelFamily,
     tools: Mapping[str, Any],
     special: Mapping[str, int],
     *,

@@ -6,7 +6,7 @@ from typing import Any
 
 from router.tools.calls import CallReader
 from router.tools.delta import Content, Delta, Message
-from router.tools.families import Family
+from router.tools.families import ModelFamily
 from router.tools.thinking import Thinking, ThinkingReader
 
 
@@ -14,7 +14,7 @@ from router.tools.thinking import Thinking, ThinkingReader
 class Format:
     """What the text of an answer may hold besides content. Without tools and thinking it is all content."""
 
-    family: Family | None = None
+    family: ModelFamily | None = None
     tools: Mapping[str, Any] | None = None  # name → JSON Schema of the arguments
     thinking: Thinking | None = None
     opened: bool = False  # the prompt ends inside the thinking

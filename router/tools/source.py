@@ -24,7 +24,7 @@ class CutOff(Exception):
     """The text has ended inside something."""
 
 
-class Source:
+class TextSource:
     __slots__ = ("at", "ended", "text")
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.tools.delta import Delta, Reasoning
-from router.tools.source import Reading, Source
+from router.tools.source import Reading, TextSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ThinkingReader:
         self._thinking = thinking
         self._opened = opened
         self._ends = (thinking.end, *ends)
-        self._source = Source()
+        self._source = TextSource()
         self._out: list[Delta] = []
         self._run = self._main()
         next(self._run, None)

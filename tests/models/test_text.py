@@ -14,7 +14,7 @@ from baton.models.train import tool_talk, words
 from baton.models.train.corpus import BOS, CHAT_TEMPLATE, EOS, document, documents, render
 from baton.models.train.dialogues import Message, conversation, distinct_facts, fact, long_document
 from baton.models.train.stories import story
-from router.conversation import Aside, Call, Setting
+from router.conversation import Aside, PastCall, Setting
 from router.conversation import Tool as Offered
 from router.tools import generic
 
@@ -155,7 +155,7 @@ def test_tools_are_offered_called_and_answered_as_the_router_writes_them(seed: i
     tools = tool_talk._offered(rng)
     use = rng.choice([use for tool, use in USES if tool.name in {offered.name for offered in tools}])
     system = rng.choice(("", "You are Tale."))
-    calls = tuple(Call(f"c{i}", name, json.dumps(arguments)) for i, (name, arguments) in enumerate(use.calls))
+    calls = tuple(PastCall(f"c{i}", name, json.dumps(arguments)) for i, (name, arguments) in enumerate(use.calls))
     asides = [Aside(), Aside(calls), *(Aside(call_id=call.id) for call in calls), Aside()]
     messages = [("user", use.question), ("assistant", ""), *(("tool", result) for result in use.results), ("assistant", use.answer)]
     if system:

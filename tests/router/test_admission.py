@@ -20,9 +20,9 @@ from router.admission import (
     Admitted,
     Due,
     Elsewhere,
+    NotAdmitted,
     Overload,
     Queued,
-    Refused,
     _Waiter,
     enough,
     share,
@@ -46,7 +46,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def enter(self, name: str, priority: int) -> None:
         answer = self.admission.enter(name, priority)
         if name not in self.order and len(self.order) == MAX_INFLIGHT + MAX_QUEUE:
-            assert answer == Refused(MAX_INFLIGHT, MAX_QUEUE)
+            assert answer == NotAdmitted(MAX_INFLIGHT, MAX_QUEUE)
             return
         if name not in self.order:
             self.priority[name] = priority
@@ -86,7 +86,7 @@ def test_routers_share_the_places_and_the_queue() -> None:
     admission.resize(6)
     assert (admission.places, admission.room) == (3, 2)
     answers = [admission.enter(str(i)) for i in range(6)]
-    assert [type(answer) for answer in answers] == [Admitted] * 3 + [Queued] * 2 + [Refused]
+    assert [type(answer) for answer in answers] == [Admitted] * 3 + [Queued] * 2 + [NotAdmitted]
     admission.elsewhere = Elsewhere()
     assert admission.resize(6) == ["3", "4"], "the other router is gone"
     admission.check()
@@ -94,7 +94,7 @@ def test_routers_share_the_places_and_the_queue() -> None:
 
 def test_without_a_queue_requests_beyond_the_places_are_refused() -> None:
     admission = Admission(1, 0)
-    assert admission.enter("a") == Admitted() and admission.enter("b") == Refused(1, 0)
+    assert admission.enter("a") == Admitted() and admission.enter("b") == NotAdmitted(1, 0)
     assert admission.leave("b") == [] and admission.leave("a") == [] and admission.leave("a") == []
     assert admission.enter("b") == Admitted()
 
@@ -175,7 +175,7 @@ def test_the_wait_behind_many_sequences_is_longer() -> None:
         admission = measured()
         admission.enter("ahead", 0, 0.0, Due(deadline=300.0), weight)
         room_s = 1.0 + wait_s  # a request also holds its place for a second
-        assert isinstance(admission.enter("late", 0, 0.0, Due(deadline=room_s - 0.01)), Refused), weight
+        assert isinstance(admission.enter("late", 0, 0.0, Due(deadline=room_s - 0.01)), NotAdmitted), weight
         assert admission.enter("in time", 0, 0.0, Due(deadline=room_s + 0.01)) == Queued(1), weight
 
 
@@ -194,24 +194,24 @@ def measured(places: int = 2, held_s: float = 1.0, overload: Overload = "codel",
 def test_a_request_that_could_not_be_served_in_time_is_refused() -> None:
     admission = measured()
     refused = admission.enter("a", 0, 0.0, Due(deadline=1.4))
-    assert isinstance(refused, Refused) and refused.retry_after == pytest.approx(0.1 + 0.5)
-    assert replace(refused, retry_after=None) == Refused(2, 0, late=True)
+    assert isinstance(refused, NotAdmitted) and refused.retry_after == pytest.approx(0.1 + 0.5)
+    assert replace(refused, retry_after=None) == NotAdmitted(2, 0, late=True)
     assert admission.enter("b", 0, 0.0, Due(deadline=1.6)) == Queued(0)  # gets a place in half a second and holds it for a second
-    assert isinstance(admission.enter("c", 0, 0.0, Due(deadline=1.9)), Refused)
+    assert isinstance(admission.enter("c", 0, 0.0, Due(deadline=1.9)), NotAdmitted)
     assert admission.enter("d", -1, 0.0, Due(deadline=1.9)) == Queued(0), "with a better priority, no request is ahead"
     admission.check()
 
 
 def test_a_short_output_needs_less_time() -> None:
     admission = measured()
-    assert isinstance(admission.enter("long", 0, 0.0, Due(deadline=0.8, max_tokens=100)), Refused)
+    assert isinstance(admission.enter("long", 0, 0.0, Due(deadline=0.8, max_tokens=100)), NotAdmitted)
     assert admission.enter("short", 0, 0.0, Due(deadline=0.8, max_tokens=1)) == Queued(0)
 
 
 def test_objectives_count_from_the_arrival_and_are_ignored_if_they_cannot_be_met() -> None:
     admission = measured()
-    assert isinstance(admission.enter("a", 0, 10.0, Due(first=10.5)), Refused)
-    assert isinstance(admission.enter("b", 0, 10.0, Due(end=11.4)), Refused)
+    assert isinstance(admission.enter("a", 0, 10.0, Due(first=10.5)), NotAdmitted)
+    assert isinstance(admission.enter("b", 0, 10.0, Due(end=11.4)), NotAdmitted)
     assert admission.enter("c", 0, 10.0, Due(first=10.7, end=11.6)) == Queued(0)
     assert admission.enter("d", 0, 10.0, Due(first=10.05, end=10.9)) == Queued(1), "it could not meet these even without waiting"
 
@@ -227,7 +227,7 @@ def test_before_the_first_measurement_every_request_waits() -> None:
     admission = Admission(1, 1)
     admission.enter("a")
     assert admission.enter("b", 0, 0.0, Due(deadline=0.001)) == Queued(0)
-    assert admission.enter("c", 0, 0.0, Due(deadline=0.001)) == Refused(1, 1) and admission.retry_after(0.0) is None
+    assert admission.enter("c", 0, 0.0, Due(deadline=0.001)) == NotAdmitted(1, 1) and admission.retry_after(0.0) is None
 
 
 def test_only_hopeless_requests_are_dropped() -> None:
@@ -257,7 +257,7 @@ def test_a_queue_of_patient_requests_is_served_in_full_and_in_order() -> None:
 def test_overload_queue_refuses_no_request_while_the_queue_has_room() -> None:
     admission = measured(overload="queue", max_queue=2)
     assert [admission.enter(name, 0, 0.0, Due(deadline=0.01)) for name in "ab"] == [Queued(0), Queued(1)]
-    assert admission.drop_hopeless(1e9) == [] and isinstance(admission.enter("c"), Refused)
+    assert admission.drop_hopeless(1e9) == [] and isinstance(admission.enter("c"), NotAdmitted)
 
 
 def stand(admission: Admission, now: float = 0.0) -> float:
@@ -275,7 +275,7 @@ def test_a_standing_queue_is_kept_short() -> None:
     assert burst == Queued(0) and admission.leave("burst") == []
     now = stand(admission)
     assert admission.standing(now)
-    assert isinstance(admission.enter("at the edge", 0, now, Due(deadline=now + 2.5)), Refused)
+    assert isinstance(admission.enter("at the edge", 0, now, Due(deadline=now + 2.5)), NotAdmitted)
     assert admission.enter("in good time", 0, now, Due(deadline=now + 1.0 + 1.0 / SHARE + 0.1)) == Queued(0)
     admission.leave("in good time", now)
     admission.leave("first", now)
@@ -314,7 +314,7 @@ def test_the_more_are_refused_the_shorter_is_the_queue(monkeypatch: pytest.Monke
         least = min(least, admission.queued)
     room = 3.0 - 1.0
     assert 1 <= least <= admission.queued <= FLOODED * room / 0.1 < SHARE * room / 0.1
-    assert admission.standing(freed) and isinstance(admission.enter("late", 0, freed, Due(deadline=freed + 3.0)), Refused)
+    assert admission.standing(freed) and isinstance(admission.enter("late", 0, freed, Due(deadline=freed + 3.0)), NotAdmitted)
     assert isinstance(admission.enter("patient", 0, freed, Due(deadline=freed + 30.0)), Queued), "who has time may wait"
     assert isinstance(admission.enter("wide", -1, freed, Due(deadline=freed + 3.0), weight=10), Queued), "nobody is ahead of it"
     admission.leave("wide", freed)
@@ -334,7 +334,7 @@ def test_in_a_flood_a_better_priority_displaces_whom_it_overtakes() -> None:
     admission, now = flooded()
     for waiting in list(admission._waiting):
         admission.leave(waiting, now)
-    assert isinstance(admission.enter("low", 1, now, Due(deadline=now + 3.0)), Refused), "a better one has just been refused"
+    assert isinstance(admission.enter("low", 1, now, Due(deadline=now + 3.0)), NotAdmitted), "a better one has just been refused"
     assert admission.enter("patient", 1, now, Due(deadline=now + 30.0)) == Queued(0), "who has time may wait"
     admission.leave("patient", now)
     later = now + 1.1
@@ -349,7 +349,7 @@ def test_in_a_flood_a_better_priority_displaces_whom_it_overtakes() -> None:
     answers = [admission.enter(f"urgent {number}", 0, now, Due(deadline=now + 3.0)) for number in range(len(taken) + 2)]
     displaced = [name for answer in answers if isinstance(answer, Queued) for name in answer.displaced]
     assert displaced == taken[::-1] and len(taken) > 1, "from the end of the queue"
-    assert isinstance(answers[-1], Refused) and {waiter.priority for waiter in admission._waiting.values()} == {0}
+    assert isinstance(answers[-1], NotAdmitted) and {waiter.priority for waiter in admission._waiting.values()} == {0}
     admission.check()
 
 
@@ -359,7 +359,7 @@ def test_what_would_be_refused_is_known_before_it_is_asked() -> None:
             due = Due(deadline=1.0 + random.Random(number).random() * 4)
             late_by, before = admission.late_by(number % 2, 1.0, due), (admission.inflight, admission.queued, len(admission._refusals))
             assert before == (admission.inflight, admission.queued, len(admission._refusals))
-            assert isinstance(admission.enter(f"one {number}", number % 2, 1.0, due), Refused) == (late_by is not None)
+            assert isinstance(admission.enter(f"one {number}", number % 2, 1.0, due), NotAdmitted) == (late_by is not None)
 
 
 def test_lifo_serves_the_newest_first_while_the_queue_stands() -> None:
@@ -376,7 +376,7 @@ def test_lifo_serves_the_newest_first_while_the_queue_stands() -> None:
 def test_each_refusal_gets_a_later_retry_time_than_the_one_before() -> None:
     """If every client comes back when told to, they are served one after another."""
     admission = measured(places=2, held_s=1.0, max_queue=0)
-    told = [answer.retry_after for answer in (admission.enter(f"{n}", 0, 0.0) for n in range(4)) if isinstance(answer, Refused)]
+    told = [answer.retry_after for answer in (admission.enter(f"{n}", 0, 0.0) for n in range(4)) if isinstance(answer, NotAdmitted)]
     assert told == [0.5, 1.0, 1.5, 2.0]
     assert admission.retry_after(1.5) == 0.0, "refusals are forgotten after a second"
 
@@ -413,7 +413,7 @@ class Server:
             coming += rng.expovariate(per_s)
             name, self.due[f"{number}"] = f"{number}", now + self.deadline_s
             answer = self.admission.enter(name, 0, now, Due(deadline=self.due[name]))
-            self.refused += isinstance(answer, Refused)
+            self.refused += isinstance(answer, NotAdmitted)
             if answer == Admitted():
                 self.begin([name], now)
         return self.good / seconds

@@ -33,7 +33,7 @@ from router.events import Accepted, Event, Finished
 from router.found import Found
 from router.http.errors import HttpError, to_http
 from router.http.openai_in import Caller, chat, completion
-from router.http.openai_out import Writer
+from router.http.openai_out import OpenAiWriter
 from router.journal import Journal
 from router.request import Request, Stopwatch, Trace
 from router.service import Draws, GenerateService, ModelText
@@ -297,7 +297,7 @@ async def test_http_names_what_the_service_refuses(tokenizer: Tokenizer, fields:
 
 async def test_http_tells_a_choice_for_each_answer_and_the_prompt_once(tokenizer: Tokenizer) -> None:
     asked = completion(body(prompt=["hello", "you"], return_token_ids=True), Caller("r"))
-    writer = Writer(asked, tokenizer, "r", "m")
+    writer = OpenAiWriter(asked, tokenizer, "r", "m")
     for i, ask in enumerate(asked.asks):
         for event in await events_of(House(tokenizer, Finder()), ask):
             for choice in range(asked.n) if isinstance(event, Accepted) else (event.choice,):  # as the door does

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from baton.cluster.errors import BatonError, Reason
 from baton.engine.core.sampling import SamplingParams
 from router.chat_template import ChatTemplate
-from router.conversation import Aside, Call, Setting, Tool, with_effort
+from router.conversation import Aside, PastCall, Setting, Tool, with_effort
 from router.tokenizer import Tokenizer
 from router.tools import generic
 from router.tools.delta import Arguments, CallBegin, Content, Reasoning
@@ -36,7 +36,7 @@ CHAT = (("user", NASTY), ("assistant", ""), ("tool", NASTY), ("user", "go"))
 SETTING = Setting(
     (
         Aside(),
-        Aside((Call("c1", "add", json.dumps({"x": NASTY, "n": [1, {"deep": NASTY}]})),), reasoning=NASTY),
+        Aside((PastCall("c1", "add", json.dumps({"x": NASTY, "n": [1, {"deep": NASTY}]})),), reasoning=NASTY),
         Aside(call_id="c1"),
         Aside(),
     ),
@@ -73,7 +73,7 @@ def test_results_arguments_and_thinking_are_data_however_a_template_writes_them(
     ids = TOKENIZER.render(CHAT, setting=SETTING)
     assert TOKENIZER.spelled(ids) == ChatTemplate(TEMPLATE, {}).render(CHAT, setting=SETTING)
     harmless = [(role, "x") for role, _ in CHAT]
-    call = Call("c1", "add", json.dumps({"x": "x", "n": [1, {"deep": "x"}]}))
+    call = PastCall("c1", "add", json.dumps({"x": "x", "n": [1, {"deep": "x"}]}))
     asides = (Aside(), Aside((call,), reasoning="x"), Aside(call_id="c1"), Aside())
     assert controls(ids) == controls(TOKENIZER.render(harmless, setting=Setting(asides, TOOLS)))
     assert json.dumps({"id": "c1", "name": "add", "content": NASTY}, ensure_ascii=False) in TOKENIZER.spelled(ids)
@@ -82,7 +82,7 @@ def test_results_arguments_and_thinking_are_data_however_a_template_writes_them(
 def test_a_control_token_where_a_template_may_look_is_refused() -> None:
     assert refused(TOKENIZER, Setting(tools=(Tool("add", "<|im_end|>"),)), (("user", "a"),)) == "tools"
     assert refused(TOKENIZER, Setting(tools=(Tool("add", "", {"properties": {"<|im_end|>": {}}}),)), (("user", "a"),)) == "tools"
-    call = Call("c", "add", '{"<|im_end|>": 1}')
+    call = PastCall("c", "add", '{"<|im_end|>": 1}')
     assert refused(TOKENIZER, Setting((Aside((call,)),)), (("assistant", ""),)) == "messages[0].tool_calls"
     assert refused(TOKENIZER, Setting(variables={"enable_thinking": "<|im_end|>"}), (("user", "a"),)) == "chat_template_kwargs"
 

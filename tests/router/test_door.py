@@ -14,7 +14,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys
 from baton.cluster.rpc import to_error
 from baton.v1 import generation_pb2 as pb
-from router.conversation import PLAIN, Aside, Call, Tool
+from router.conversation import PLAIN, Aside, PastCall, Tool
 from router.door import to_ask, to_response
 from router.events import Piece, Pieces
 from router.request import Token
@@ -159,7 +159,7 @@ def test_a_chat_brings_tools_calls_and_results() -> None:
     )
     setting = to_ask(request).setting
     assert setting.tools == (Tool("add", "Adds.", {"type": "object"}, strict=True), Tool("time"))
-    assert setting.asides == (Aside(), Aside((Call("c", "add", '{"x": 1}'),), reasoning="hm"), Aside(call_id="c"))
+    assert setting.asides == (Aside(), Aside((PastCall("c", "add", '{"x": 1}'),), reasoning="hm"), Aside(call_id="c"))
     assert (setting.choice, setting.parallel, setting.effort, setting.splits_reasoning) == ("none", False, "low", True)
     request.chat.tools[1].parameters = "[]"
     with pytest.raises(BatonError) as caught:

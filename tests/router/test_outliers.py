@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.cluster.metric_table import EJECTIONS
 from baton.cluster.records import RoleName
 from baton.moves import IllegalMove
-from router.outliers import LONGEST, ROW, WINDOW_S, Cause, Ejected, Identity, Outliers, State, Stride, Terms, _Worker
+from router.outliers import LONGEST, ROW, WINDOW_S, Cause, Ejected, EjectionTerms, Identity, Outliers, State, Stride, _Worker
 
 BASE_S = 30.0
 
@@ -19,9 +19,9 @@ BASE_S = 30.0
 class Pool:
     """Workers whose probes are answered whenever `look` is called, unless `mute` holds them."""
 
-    def __init__(self, names: str, terms: Terms | None = None) -> None:
+    def __init__(self, names: str, terms: EjectionTerms | None = None) -> None:
         self.names = names.split()
-        self.outliers = Outliers(terms or Terms(base_s=BASE_S))
+        self.outliers = Outliers(terms or EjectionTerms(base_s=BASE_S))
         self.now = 0.0
         self.answered = dict.fromkeys(self.names, 0)
         self.mute: set[str] = set()
@@ -333,7 +333,7 @@ def test_an_illegal_move_changes_nothing() -> None:
     st.lists(st.tuples(st.integers(0, 8), st.sampled_from(["good", "bad", "read", "damage", "slow", "fast", "look"])), max_size=200),
 )
 def test_no_more_than_the_share_is_ever_aside(size: int, share: float, events: list[tuple[int, str]]) -> None:
-    pool = Pool(" ".join([f"p{i}" for i in range(size)] + [f"d{i}" for i in range(size)]), Terms(share, BASE_S))
+    pool = Pool(" ".join([f"p{i}" for i in range(size)] + [f"d{i}" for i in range(size)]), EjectionTerms(share, BASE_S))
     for number, what in events:
         for turn in range(6):  # enough of the same to be judged
             decoder, prefiller = f"d{number % size}", f"p{(number + turn) % size}"

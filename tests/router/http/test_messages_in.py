@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from router.conversation import Aside, Call, Setting, Tool
+from router.conversation import Aside, PastCall, Setting, Tool
 from router.http import messages_in, turns
 from router.http.body import Body, Neutral, Rule
 from router.http.errors import HttpError, to_param
@@ -79,7 +79,7 @@ def test_calls_and_their_results_become_messages_of_their_own() -> None:
     answer = [thought, {"type": "text", "text": "I add."}, USE, second]
     messages, asides = said(("user", "hi"), ("assistant", answer), ("user", [*results, {"type": "text", "text": "go on"}]))
     assert messages == (("user", "hi"), ("assistant", "I add."), ("tool", "3"), ("tool", "Error: no"), ("user", "go on"))
-    calls = (Call("c1", "add", '{"x": 1}'), Call("c2", "add", '{"x": "\\u00e9"}'))
+    calls = (PastCall("c1", "add", '{"x": 1}'), PastCall("c2", "add", '{"x": "\\u00e9"}'))
     assert asides == (Aside(), Aside(calls, reasoning="hm"), Aside(call_id="c1"), Aside(call_id="c2"), Aside())
     empties: list[dict[str, Any]] = [{}, {"content": []}, {"content": ""}]
     for empty in empties:
@@ -279,7 +279,7 @@ MODELS: dict[str, tuple[type[Body], list[Any]]] = {
     "`thinking`": (turns.Thought, [types.ThinkingBlockParam]),
     "a tool": (messages_in.CustomTool, [types.ToolParam, beta.BetaToolParam]),
     "`tool_choice`": (messages_in.ToolChoice, [types.ToolChoiceParam]),
-    "the body's `thinking`": (messages_in.Thinking, [types.ThinkingConfigParam]),
+    "the body's `thinking`": (messages_in.ThinkingConfig, [types.ThinkingConfigParam]),
     "`output_config`": (messages_in.OutputConfig, [types.OutputConfigParam, beta.BetaOutputConfigParam]),
 }  # fmt: skip
 HEADERS = {"user_profile_id", "workspace_id", "betas"}  # the SDK sends them as headers

@@ -14,7 +14,7 @@ from baton.engine.core.sampling import SamplingParams
 from router.events import Accepted, Finished, Part, Piece
 from router.http.errors import HttpError
 from router.http.openai_in import Asked
-from router.http.openai_out import Writer
+from router.http.openai_out import OpenAiWriter
 from router.http.prompt_out import token_text
 from router.request import PromptToken, Request, Scores, Stopwatch, Token, Trace
 from router.tokenizer import Tokenizer
@@ -28,9 +28,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return toy_tokenizer(tmp_path_factory.mktemp("toy"))
 
 
-def writer(tokenizer: Tokenizer, choices: int = 1, logprobs: int | None = None, **fields: Any) -> Writer:
+def writer(tokenizer: Tokenizer, choices: int = 1, logprobs: int | None = None, **fields: Any) -> OpenAiWriter:
     asks = (Ask(sampling=AskSampling(logprobs=logprobs)),) * (choices // fields.get("n", choices))
-    return Writer(Asked(asks, **{"n": choices, "chat": True, **fields}), tokenizer, "r", "m", lambda: 1000.9)
+    return OpenAiWriter(Asked(asks, **{"n": choices, "chat": True, **fields}), tokenizer, "r", "m", lambda: 1000.9)
 
 
 def events(texts: list[str], held_back: str = "", prompt: int = 3, cached: int = 2, finish: Any = "stop", top: bool = True) -> list[Part]:
@@ -41,11 +41,11 @@ def events(texts: list[str], held_back: str = "", prompt: int = 3, cached: int =
     return [Accepted("r", "m", prompt, request.params), *pieces, Finished(request, finish, held_back, None)]
 
 
-def chunks(made: Writer, *choices: list[Part]) -> list[dict[str, Any]]:
+def chunks(made: OpenAiWriter, *choices: list[Part]) -> list[dict[str, Any]]:
     return [chunk for i, choice in enumerate(choices) for event in choice for chunk in made.chunks(i, event)] + list(made.end())
 
 
-def whole(made: Writer, *choices: list[Part]) -> dict[str, Any]:
+def whole(made: OpenAiWriter, *choices: list[Part]) -> dict[str, Any]:
     for i, choice in enumerate(choices):
         for event in choice:
             made.take(i, event)
@@ -213,9 +213,9 @@ def scored(ids: list[int]) -> Scores:
     return Scores(tuple(PromptToken(i, id_, -1.5 if i else None, 2 if i else 0, best if i else ()) for i, id_ in enumerate(ids)))
 
 
-def echoing(tokenizer: Tokenizer, n: int, **more: Any) -> Writer:
+def echoing(tokenizer: Tokenizer, n: int, **more: Any) -> OpenAiWriter:
     ask = Ask(text="ab", sampling=AskSampling(logprobs=1), n=n)
-    return Writer(Asked((ask,), n, echoes=True, echoed_logprobs=1, **more), tokenizer, "r", "m", clock=lambda: 1.0)
+    return OpenAiWriter(Asked((ask,), n, echoes=True, echoed_logprobs=1, **more), tokenizer, "r", "m", clock=lambda: 1.0)
 
 
 def test_each_choice_begins_with_the_prompt_that_was_scored_once(tokenizer: Tokenizer) -> None:
