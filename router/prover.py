@@ -85,7 +85,7 @@ class Prover:
             await self._refuse(worker, error)
             return
         for unfit in self._view.note_roles(worker, serving):
-            log.warning("%s gets no requests: its %s differs from the served model's", unfit.name, unfit.field)
+            log.warning("%s", unfit)
         self.newcomers.admit(worker)
         self._outcomes["admitted"].inc()
         log.info("%s has proved itself in %.3f s and serves %s", worker.name, loop_time() - began, ", ".join(serving))

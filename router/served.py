@@ -21,6 +21,10 @@ class Refused:
     name: str
     field: str
 
+    def __str__(self) -> str:
+        more = " (other weights, type or arithmetic: its log names the last)" if self.field == "model_fingerprint" else ""
+        return f"{self.name} gets no requests: its {self.field} differs from the served model's{more}"
+
 
 @dataclass(frozen=True, slots=True)
 class Served:

@@ -137,8 +137,8 @@ class Watch:
                 case Reincarnated(old, new):
                     log.info("%s is another process now: %s incarnation %d", new.name, new.address, new.incarnation)
                     await self._workers.forget(old)
-                case Refused(name, field):
-                    log.warning("%s gets no requests: its %s differs from the served model's", name, field)
+                case Refused():
+                    log.warning("%s", fact)
 
     async def _run_events(self) -> None:
         cursor = None

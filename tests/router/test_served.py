@@ -119,6 +119,8 @@ def test_what_belongs_to_no_model_is_refused_and_a_person_is_told() -> None:
     assert stranger not in view.decode_workers() and view.state("d0-large") == "ready"
     longer = replace(LARGE[1], name="d1-large", max_model_len=100)
     assert view.update([*SMALL, *LARGE, longer], 1.0)[-1] == Refused("d1-large", "max_model_len")
+    assert str(Refused("d1-large", "max_model_len")).endswith("its max_model_len differs from the served model's")
+    assert "arithmetic" in str(Refused("d1-large", "model_fingerprint"))
     assert names(view.models["large"].decode_workers()) == ["d0-large"]
 
 
