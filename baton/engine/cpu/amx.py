@@ -127,12 +127,12 @@ def lay_row(x, width, row, tiles):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows in memory: where they begin, how many bytes apart they are, and how many bytes a line has."""
+    """Rows in memory: where they begin, how many bytes are from one to the next, and how many bytes a line has."""
 
     first: Any
-    apart: Any
+    stride: Any
     step: int = LINE
 
     def tile(self, builder: Any, nth: int, at: Any) -> tuple[Any, Any]:
         """The nth TILE rows of them, from byte `at` of each on: what a load or a store of a tile asks for."""
-        return builder.gep(self.first, [builder.add(builder.mul(self.apart, I64(TILE * nth)), at)]), self.apart
+        return builder.gep(self.first, [builder.add(builder.mul(self.stride, I64(TILE * nth)), at)]), self.stride

@@ -40,7 +40,7 @@ PANEL = 2 * TILE * LINE  # bytes of a panel for a line of x
 PART = 8  # lines of x for which a panel stays in the smallest cache while rows pass
 FETCHED = 8  # lines of the panel's next part that are brought into the caches at each step
 SHARES = PANEL // LINE // FETCHED  # blocks of rows that bring all of it
-FAR = TILE * 2 * LINE  # bytes of the sums of TILE rows
+TILE_SUMS = TILE * 2 * LINE  # bytes of the sums of TILE rows
 
 
 def _multiply(
@@ -104,7 +104,7 @@ class _Part:
     panel: Any
     rows: Any
     out: Any
-    apart: Any
+    out_stride: Any
     some: Any
     stored: int  # bytes of a panel's part of a row of the result
     finished: Callable[[Any], list[Any]]
@@ -114,7 +114,7 @@ class _Part:
         """ROWS rows from `b * ROWS` on or, unless `whole`, those that are left, in `tiles` tiles."""
         builder = self.builder
         first = builder.mul(b, I64(ROWS))
-        at = builder.mul(b, I64(2 * FAR))
+        at = builder.mul(b, I64(2 * TILE_SUMS))
         tall = [builder.mul(self.high, builder.add(builder.mul(b, I64(2)), I64(r))) for r in range(tiles)]
         x_rows = [Rows(bytes_of(builder, builder.gep(self.x, [each])), I64(LINE), TILE * LINE) for each in tall]
         before_rows = Rows(builder.gep(self.before, [builder.mul(at, self.again)]), builder.mul(self.again, I64(2 * LINE)))
@@ -124,8 +124,8 @@ class _Part:
         _multiply(builder, self.dot, before_rows, x_rows, self.panel, self.lines, after, meanwhile)
         with builder.if_then(self.last):
             count = I64(ROWS) if whole else builder.sub(self.rows, first)
-            place = builder.gep(self.out, [builder.mul(first, self.apart)])
-            store_rows(builder, count, lambda r: self.finished(builder.add(first, r)), place, self.apart, self.some, self.store)
+            place = builder.gep(self.out, [builder.mul(first, self.out_stride)])
+            store_rows(builder, count, lambda r: self.finished(builder.add(first, r)), place, self.out_stride, self.some, self.store)
 
     def _fetch(self, b: Any, first: Any, ahead: Any, k: Any) -> None:
         """A share of the panel's next part, and the places of two rows of the result."""
@@ -137,7 +137,7 @@ class _Part:
         nth = builder.mul(builder.add(self.done, k), I64(2))
         for i in range(2):
             row = builder.add(first, builder.and_(builder.add(nth, I64(i)), I64(ROWS - 1)))
-            place = bytes_of(builder, builder.gep(self.out, [builder.mul(row, self.apart)]))
+            place = bytes_of(builder, builder.gep(self.out, [builder.mul(row, self.out_stride)]))
             for byte in range(0, self.stored, LINE):
                 fetch(builder, builder.gep(place, [I64(byte)]), write=True)
 
@@ -145,19 +145,19 @@ class _Part:
 @intrinsic
 def add_part(
     context: Any, begin: Any, sums: Any, x: Any, width: Any, done: Any, lines: Any, last: Any, panel: Any, rows: Any, scaling: Any,
-    out: Any, apart: Any, some: Any,
+    out: Any, out_stride: Any, some: Any,
 ) -> Any:  # fmt: skip
     """`sums[r, o] += Σ x[r, k] · panel[k, o]` for rows of x in tiles, `width` numbers each, and the ks of some lines.
 
     If no lines are `done`, sums begin as `begin[o]`. They are float32, or int32 for int8. Rows beyond the last one, up to a whole tile,
     get numbers that mean nothing. After the `last` lines, while they are in the smallest cache, the first `some` sums of each row are
-    stored in `out`, whose rows lie `apart` numbers apart: as they are, none of them subnormal, or as by `baton.engine.cpu.tile.scale_rows`;
-    `scaling` is () or (scales, steps, bias).
+    stored in `out`, whose rows lie `out_stride` numbers apart: as they are, none of them subnormal, or as by
+    `baton.engine.cpu.tile.scale_rows`; `scaling` is () or (scales, steps, bias).
     """
     dot, stored = DOT[panel.dtype], OUTS * out.dtype.bitwidth // 8
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        begin, totals, x, width, done, lines, last, panel, rows, packed, out, apart, some = arguments_of(
+        begin, totals, x, width, done, lines, last, panel, rows, packed, out, out_stride, some = arguments_of(
             context, builder, signature, arguments
         )
         finished: Callable[[Any], list[Any]]
@@ -172,7 +172,7 @@ def add_part(
         begin, sums, panel = (bytes_of(builder, each) for each in (begin, totals, panel))
         before, again = builder.select(more, sums, begin), builder.zext(more, I64)
         these = _Part(
-            builder, dot, before, again, sums, x, high, done, lines, last, panel, rows, out, apart, some, stored, finished, store
+            builder, dot, before, again, sums, x, high, done, lines, last, panel, rows, out, out_stride, some, stored, finished, store
         )  # fmt: skip
         _in_blocks(builder, rows, lambda b: these.block(b, 2, whole=True), lambda b, tiles: these.block(b, tiles, whole=False))
         return context.get_dummy_value()
@@ -183,23 +183,23 @@ def add_part(
 
 @intrinsic
 def add_rows_by_tiles(
-    context: Any, before: Any, gap: Any, x: Any, far: Any, lines: Any, panel: Any, rows: Any, after: Any, apart: Any
+    context: Any, before: Any, before_stride: Any, x: Any, x_stride: Any, lines: Any, panel: Any, rows: Any, after: Any, after_stride: Any
 ) -> Any:
     """Same as `baton.engine.cpu.tile.add_rows`, for `lines` lines of x and sums of float32; rows are rounded up to whole tiles."""
     dot = DOT[panel.dtype]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        before, gap, x, far, lines, panel, rows, after, apart = arguments_of(context, builder, signature, arguments)
+        before, before_stride, x, x_stride, lines, panel, rows, after, after_stride = arguments_of(context, builder, signature, arguments)
         panel = bytes_of(builder, panel)
 
-        def from_row(array: Any, far: Any, row: Any) -> Rows:
-            size = builder.mul(far, I64(SIZES[array.type.pointee]))
+        def from_row(array: Any, stride: Any, row: Any) -> Rows:
+            size = builder.mul(stride, I64(SIZES[array.type.pointee]))
             return Rows(builder.gep(bytes_of(builder, array), [builder.mul(size, row)]), size)
 
         def block(b: Any, tiles: int) -> None:
             row = builder.mul(b, I64(ROWS))
-            x_rows = [from_row(x, far, builder.add(row, I64(TILE * r))) for r in range(tiles)]
-            first, last = from_row(before, gap, row), from_row(after, apart, row)
+            x_rows = [from_row(x, x_stride, builder.add(row, I64(TILE * r))) for r in range(tiles)]
+            first, last = from_row(before, before_stride, row), from_row(after, after_stride, row)
             _multiply(builder, dot, first, x_rows, panel, lines, last)
 
         _in_blocks(builder, rows, lambda b: block(b, 2), block)
@@ -210,12 +210,12 @@ def add_rows_by_tiles(
 
 
 @body
-def _multiply_panel(begin, sums, laid, width, lines, weights, rows, scaling, out, apart, some):
+def _multiply_panel(begin, sums, laid, width, lines, weights, rows, scaling, out, out_stride, some):
     """Products of rows in tiles, of so many lines each, with one panel. The other arguments: see `add_part`."""
     line, part = width // lines, PART if rows > ROWS else lines
     for k in range(0, lines, part):
         x, panel, depth = laid[k * TILE * line :], weights[k * OUTS * line :], min(part, lines - k)
-        add_part(begin, sums, x, width, k, depth, k + depth == lines, panel, rows, scaling, out, apart, some)
+        add_part(begin, sums, x, width, k, depth, k + depth == lines, panel, rows, scaling, out, out_stride, some)
 
 
 @body

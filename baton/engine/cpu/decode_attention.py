@@ -84,10 +84,10 @@ def _width_of(pool, dim):
 @njit
 def _find_keys(table, first, count, block_size, where, width, at):
     """`at[i]`: where the key at position `first + i` is. The last one is repeated up to a multiple of KEYS; the repeats get no weight."""
-    apart, layer, rows = where
+    pool_stride, layer, rows = where
     i, block, slot = 0, first // block_size, first % block_size
     while i < count:
-        start = table[block] * apart + layer * rows * block_size * width
+        start = table[block] * pool_stride + layer * rows * block_size * width
         for offset in range(slot, min(block_size, slot + count - i)):
             at[i] = start + offset * width
             i += 1
@@ -119,18 +119,20 @@ def _score(pool, at, head, counts, dim, query, scores):
 @overload(_score)
 def _score_by(pool, at, head, counts, dim, query, scores):
     def plain(pool, at, head, counts, dim, query, scores):
-        (group, far), apart = query.shape, scores.shape[1]
+        (group, query_stride), score_stride = query.shape, scores.shape[1]
         for i in range(0, _whole(counts[0]), KEYS):
             _fetch(pool, at, head, dim, i + AHEAD, min(i + AHEAD + KEYS, counts[1]))
             for g in range(0, group, QUERIES):
-                score_keys(pool, at[i:], head, query[g], far, min(QUERIES, group - g), dim, scores[g, i:], apart)
+                score_keys(pool, at[i:], head, query[g], query_stride, min(QUERIES, group - g), dim, scores[g, i:], score_stride)
 
     def packed(pool, at, head, counts, dim, query, scores):
-        (group, far), apart, groups, width = query.shape, scores.shape[1], -(-dim // GROUP), width_of(pool, dim)
+        (group, query_stride), score_stride, groups, width = query.shape, scores.shape[1], -(-dim // GROUP), width_of(pool, dim)
         for i in range(0, _whole(counts[0]), int5_dots.KEYS):
             _fetch(pool, at, head, width, i + AHEAD, min(i + AHEAD + int5_dots.KEYS, counts[1]))
             for g in range(0, group, int5_dots.QUERIES):
-                score_rows(pool, at[i:], head, groups, query[g], far, min(int5_dots.QUERIES, group - g), scores[g, i:], apart)
+                score_rows(
+                    pool, at[i:], head, groups, query[g], query_stride, min(int5_dots.QUERIES, group - g), scores[g, i:], score_stride
+                )
 
     return packed if is_packed(pool) else plain
 
@@ -143,7 +145,7 @@ def _sum_values(pool, at, head, counts, dims, weights, sums):
 @overload(_sum_values)
 def _sum_values_by(pool, at, head, counts, dims, weights, sums):
     def plain(pool, at, head, counts, dims, weights, sums):
-        (group, apart), far, dim = sums.shape, weights.shape[1], dims[1]
+        (group, sum_stride), weight_stride, dim = sums.shape, weights.shape[1], dims[1]
         sums[:] = ZERO
         for i in range(0, counts[0], VALUES):
             _fetch(pool, at, head, dim, i + AHEAD, min(i + AHEAD + VALUES, counts[1]))
@@ -152,11 +154,11 @@ def _sum_values_by(pool, at, head, counts, dims, weights, sums):
                 vectors = min(VECTORS, (dim - d) // LANES)
                 for g in range(0, group, QUERIES):
                     rows = min(QUERIES, group - g)
-                    add_values(pool, at[i:], head + d, some, weights[g, i:], far, rows, vectors, dim - d, sums[g, d:], apart)
+                    add_values(pool, at[i:], head + d, some, weights[g, i:], weight_stride, rows, vectors, dim - d, sums[g, d:], sum_stride)
                 d += max(vectors, 1) * LANES
 
     def packed(pool, at, head, counts, dims, weights, sums):
-        (group, apart), far, width = sums.shape, weights.shape[1], width_of(pool, dims[0])
+        (group, sum_stride), weight_stride, width = sums.shape, weights.shape[1], width_of(pool, dims[0])
         sums[:] = ZERO
         for i in range(0, counts[0], VALUES):
             _fetch(pool, at, head, width, i + AHEAD, min(i + AHEAD + VALUES, counts[1]))
@@ -164,7 +166,7 @@ def _sum_values_by(pool, at, head, counts, dims, weights, sums):
             for part in range(-(-dims[1] // GROUP)):
                 for g in range(0, group, int5_dots.QUERIES):
                     rows = min(int5_dots.QUERIES, group - g)
-                    add_group(pool, at[i:], head, part, some, weights[g, i:], far, rows, sums[g, part * GROUP :], apart)
+                    add_group(pool, at[i:], head, part, some, weights[g, i:], weight_stride, rows, sums[g, part * GROUP :], sum_stride)
 
     return packed if is_packed(pool) else plain
 
@@ -178,16 +180,16 @@ def _divide(sums, dim, totals, out):
 
 def _scale(scores, scales, table, first, count, where, room):
     """Multiplies by the scales of the keys or values from position `first` on, if they have any. `where`: where those of the head begin in
-    block 0 of the pool, how far it is from block to block, and tokens of a block; `room`: for as many."""
+    block 0 of the pool, the stride of blocks, and tokens of a block; `room`: for as many."""
 
 
 @overload(_scale)
 def _scale_by(scores, scales, table, first, count, where, room):
     def scale(scores, scales, table, first, count, where, room):
-        start, apart, block_size = where
+        start, scales_stride, block_size = where
         i, block, slot = 0, first // block_size, first % block_size
         while i < count:
-            base, some = table[block] * apart + start + slot, min(block_size - slot, count - i)
+            base, some = table[block] * scales_stride + start + slot, min(block_size - slot, count - i)
             for j in range(some):
                 room[i + j] = wide(scales[base + j])
             i, block, slot = i + some, block + 1, 0
@@ -205,10 +207,10 @@ def _fetch_scales(scales, table, first, count, where):
 @overload(_fetch_scales)
 def _fetch_scales_of(scales, table, first, count, where):
     def fetch(scales, table, first, count, where):
-        start, apart, block_size = where
+        start, scales_stride, block_size = where
         for block in range(first // block_size, (first + count - 1) // block_size + 1):
             for slot in range(0, block_size, LINE // 4):
-                prefetch(scales, table[block] * apart + start + slot)
+                prefetch(scales, table[block] * scales_stride + start + slot)
 
     return fetch if has_any(scales) else lambda scales, table, first, count, where: None
 
@@ -235,13 +237,13 @@ def _keep_in(pool, scales, numbers, slot, spot):
 def _store_new(pool, scales, new_rows, token, keys, head, shape, where):
     """Stores the key and the value of a token for one head in their slots, and those of the tokens before it in this step: other threads
     may compute these, and they may be in other blocks. They store the same bytes."""
-    (positions, before, table), (scales_apart, first, rows, kv_heads), (block_size, dim, head_size) = where, shape[0], shape[1]
-    (kv, kv_apart), (at, seen) = new_rows, keys
+    (positions, before, table), (scales_stride, first, rows, kv_heads), (block_size, dim, head_size) = where, shape[0], shape[1]
+    (kv, kv_stride), (at, seen) = new_rows, keys
     while token >= 0 and seen >= 0:
         slot, offset = at[seen], positions[token] % block_size
         for row in range(head, rows, kv_heads):
-            new = token * kv_apart + row * dim
-            spot = table[positions[token] // block_size] * scales_apart + (first + row) * block_size + offset
+            new = token * kv_stride + row * dim
+            spot = table[positions[token] // block_size] * scales_stride + (first + row) * block_size + offset
             keep(pool, scales, kv[new : new + dim], slot + row * head_size, spot)
         token, seen = before[token], seen - 1
 
@@ -251,8 +253,8 @@ def attend_tokens(pool, scales, given, places, shape, how):
     """The first `size` tokens. A token's key and value are stored in their slot; then its query sees the slots up to its own, or those in
     its window, and no others. Tokens of one sequence are computed one after the other for each head: the first brings its keys and values
     into the core's cache."""
-    (q, q_apart, kv, kv_apart, out), (index, size), (window, softcap, scale) = given, places, how
-    (apart, scales_apart, layer), (parts, heads, kv_heads, block_size, dim, value_dim) = shape
+    (q, q_stride, kv, kv_stride, out), (index, size), (window, softcap, scale) = given, places, how
+    (pool_stride, scales_stride, layer), (parts, heads, kv_heads, block_size, dim, value_dim) = shape
     positions, bases, before, tables = index[:size], index[size : 2 * size], index[2 * size : 3 * size], index[3 * size :]
     width, group, rows = width_of(pool, dim), heads // kv_heads, parts * kv_heads
     head_size = block_size * width
@@ -277,19 +279,19 @@ def attend_tokens(pool, scales, given, places, shape, how):
                 if not mine:
                     continue
                 if found != b:
-                    _find_keys(table, length - count, count, block_size, (apart, layer, rows), width, at)
+                    _find_keys(table, length - count, count, block_size, (pool_stride, layer, rows), width, at)
                     found = b
                 counts = count, 0 if warm and count * width * parts * pool.itemsize <= NEAR else count
                 warm = True
                 last = (parts - 1) * kv_heads + head
                 key, value = head * head_size, last * head_size
-                sizes = (scales_apart, layer * rows, rows, kv_heads), (block_size, dim, head_size)
-                _store_new(pool, scales, (kv, kv_apart), b, (at, count - 1), head, sizes, (positions, before, table))
-                of_keys = (layer * rows + head) * block_size, scales_apart, block_size
-                of_values = (layer * rows + last) * block_size, scales_apart, block_size
+                sizes = (scales_stride, layer * rows, rows, kv_heads), (block_size, dim, head_size)
+                _store_new(pool, scales, (kv, kv_stride), b, (at, count - 1), head, sizes, (positions, before, table))
+                of_keys = (layer * rows + head) * block_size, scales_stride, block_size
+                of_values = (layer * rows + last) * block_size, scales_stride, block_size
                 _fetch_scales(scales, table, length - count, count, of_keys)
                 _fetch_scales(scales, table, length - count, count, of_values)
-                _scale_queries(q[b * q_apart + head * group * dim :], dim, scale, query)
+                _scale_queries(q[b * q_stride + head * group * dim :], dim, scale, query)
                 _score(pool, at, key, counts, dim, query, scores)
                 _scale(scores, scales, table, length - count, count, of_keys, factors)
                 _fetch(pool, at, value, width_of(pool, value_dim), 0, min(AHEAD, counts[1]))

@@ -37,18 +37,21 @@ NAMES = {FLOAT: "f32", I16: "i16", I8: "i8"}  # of LLVM's types
 
 
 @intrinsic
-def score_keys(context: Any, pool: Any, at: Any, head: Any, query: Any, far: Any, rows: Any, dim: Any, scores: Any, apart: Any) -> Any:
+def score_keys(
+    context: Any, pool: Any, at: Any, head: Any, query: Any, query_stride: Any, rows: Any, dim: Any, scores: Any, score_stride: Any
+) -> Any:
     """`scores[r, j] = Σ_d query[r, d] · pool[at[j] + head + d]` for KEYS keys and 1 to QUERIES rows.
 
-    Rows of `query` lie `far` numbers apart, those of `scores` `apart`. A row of the query ends with zeros up to a multiple of LANES.
+    Rows of `query` lie `query_stride` numbers apart, those of `scores` `score_stride`. A row of the query ends with zeros up to a
+    multiple of LANES.
     """
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        pool, at, head, query, far, rows, dim, scores, apart = arguments_of(context, builder, signature, given)
+        pool, at, head, query, query_stride, rows, dim, scores, score_stride = arguments_of(context, builder, signature, given)
         keys = [builder.gep(pool, [builder.add(builder.load(builder.gep(at, [I64(j)])), head)]) for j in range(KEYS)]
 
         def case(count: int) -> None:
-            queries = [builder.gep(query, [builder.mul(far, I64(r))]) for r in range(count)]
+            queries = [builder.gep(query, [builder.mul(query_stride, I64(r))]) for r in range(count)]
             together = KEYS if LANES == 16 else KEYS // count  # their sums fit the registers
             for first in range(0, KEYS, together):
                 some = keys[first : first + together]
@@ -60,7 +63,7 @@ def score_keys(context: Any, pool: Any, at: Any, head: Any, query: Any, far: Any
 
                 sums = _over(builder, dim, [zeros()] * (count * together), add)
                 for r in range(count):
-                    place = builder.gep(scores, [builder.add(builder.mul(apart, I64(r)), I64(first))])
+                    place = builder.gep(scores, [builder.add(builder.mul(score_stride, I64(r)), I64(first))])
                     for part in totals(builder, sums[r * together : (r + 1) * together]):
                         builder.store(part, builder.bitcast(place, part.type.as_pointer()), align=4)
                         place = builder.gep(place, [I64(part.type.count)])
@@ -80,26 +83,28 @@ def add_values(
     head: Any,
     count: Any,
     weights: Any,
-    far: Any,
+    weight_stride: Any,
     rows: Any,
     vectors: Any,
     left: Any,
     sums: Any,
-    apart: Any,
+    sum_stride: Any,
 ) -> Any:
     """`sums[r, d] += Σ_j weights[r, j] · pool[at[j] + head + d]` for `count` values and 1 to QUERIES rows, and for the ds of up to VECTORS
-    whole vectors, or (`vectors` is 0) for the `left` ds of a part of one. Rows lie `far` and `apart` numbers apart."""
+    whole vectors, or (`vectors` is 0) for the `left` ds of a part of one. Rows lie `weight_stride` and `sum_stride` numbers apart."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        pool, at, head, count, weights, far, rows, vectors, left, sums, apart = arguments_of(context, builder, signature, given)
+        pool, at, head, count, weights, weight_stride, rows, vectors, left, sums, sum_stride = arguments_of(
+            context, builder, signature, given
+        )
 
         def case(number: int) -> None:
             queries, whole = divmod(number, VECTORS + 1)
-            starts = [builder.gep(sums, [builder.mul(apart, I64(r))]) for r in range(queries)]
+            starts = [builder.gep(sums, [builder.mul(sum_stride, I64(r))]) for r in range(queries)]
             places = [
                 builder.bitcast(builder.gep(start, [I64(v * LANES)]), FLOATS.as_pointer()) for start in starts for v in range(max(whole, 1))
             ]
-            factors = [builder.gep(weights, [builder.mul(far, I64(r))]) for r in range(queries)]
+            factors = [builder.gep(weights, [builder.mul(weight_stride, I64(r))]) for r in range(queries)]
 
             def add(j: Any, totals: Sequence[Any]) -> list[Any]:
                 value = builder.gep(pool, [builder.add(builder.load(builder.gep(at, [j])), head)])

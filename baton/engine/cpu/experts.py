@@ -151,14 +151,14 @@ def combine(y, shares, more, has_more, out, tokens, chosen, width):
 
 
 @njit
-def _take(x, apart, owners, owned, expert, first, some, rows):
+def _take(x, x_stride, owners, owned, expert, first, some, rows):
     """Rows of x that the expert owns, up to CHUNK of them, from assignment `first` on. Returns the next assignment, and how many rows.
     `owners`: the expert of each assignment, or empty if every `step`-th is this one's; `owned`: how many assignments there are in all and
     for a row, the step, and how many numbers a row has."""
     (assigned, times, step, width), a, count = owned, first, 0
     while a < assigned and count < CHUNK:
         if len(owners) == 0 or owners[a] == expert:
-            row = a // times * apart
+            row = a // times * x_stride
             some[count * width : (count + 1) * width] = x[row : row + width]
             rows[count] = a
             count += 1

@@ -26,18 +26,20 @@ NONE, INFINITE = np.float32(np.nan), np.uint32(0x7F800000)  # the second: bits o
 
 
 @intrinsic
-def score_rows(context: Any, pool: Any, at: Any, head: Any, groups: Any, query: Any, far: Any, rows: Any, scores: Any, apart: Any) -> Any:
+def score_rows(
+    context: Any, pool: Any, at: Any, head: Any, groups: Any, query: Any, query_stride: Any, rows: Any, scores: Any, score_stride: Any
+) -> Any:
     """`scores[r, j] = Σ_d query[r, d] · level_j[d]` for the KEYS keys at `at[j] + head` and 1 to QUERIES rows.
 
-    Rows of `query` lie `far` numbers apart and end with zeros up to whole groups, those of `scores` lie `apart`.
+    Rows of `query` lie `query_stride` numbers apart and end with zeros up to whole groups, those of `scores` lie `score_stride`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        pool, at, head, groups, query, far, rows, scores, apart = arguments_of(context, builder, signature, given)
+        pool, at, head, groups, query, query_stride, rows, scores, score_stride = arguments_of(context, builder, signature, given)
         keys = [builder.gep(pool, [builder.add(builder.load(builder.gep(at, [I64(j)])), head)]) for j in range(KEYS)]
 
         def case(count: int) -> None:
-            queries = [builder.gep(query, [builder.mul(far, I64(r))]) for r in range(count)]
+            queries = [builder.gep(query, [builder.mul(query_stride, I64(r))]) for r in range(count)]
 
             def add(g: Any, sums: Sequence[Any]) -> list[Any]:
                 first, added = builder.mul(g, I64(GROUP)), list(sums)
@@ -58,7 +60,7 @@ def score_rows(context: Any, pool: Any, at: Any, head: Any, groups: Any, query: 
 
             sums = repeat(builder, groups, [zeros()] * (count * KEYS), add)
             for r in range(count):
-                place = builder.gep(scores, [builder.mul(apart, I64(r))])
+                place = builder.gep(scores, [builder.mul(score_stride, I64(r))])
                 for part in totals(builder, sums[r * KEYS : (r + 1) * KEYS]):
                     builder.store(part, builder.bitcast(place, part.type.as_pointer()), align=4)
                     place = builder.gep(place, [I64(part.type.count)])
@@ -79,21 +81,21 @@ def add_group(
     g: Any,
     count: Any,
     weights: Any,
-    far: Any,
+    weight_stride: Any,
     rows: Any,
     sums: Any,
-    apart: Any,
+    sum_stride: Any,
 ) -> Any:
     """`sums[r, d] += Σ_j weights[r, j] · level_j[d]` for the numbers of group `g` of `count` values at `at[j] + head`, and 1 to QUERIES
-    rows, `far` and `apart` numbers apart. `sums` begins at the group."""
+    rows, `weight_stride` and `sum_stride` numbers apart. `sums` begins at the group."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        pool, at, head, g, count, weights, far, rows, sums, apart = arguments_of(context, builder, signature, given)
+        pool, at, head, g, count, weights, weight_stride, rows, sums, sum_stride = arguments_of(context, builder, signature, given)
 
         def case(queries: int) -> None:
-            factors = [builder.gep(weights, [builder.mul(far, I64(r))]) for r in range(queries)]
+            factors = [builder.gep(weights, [builder.mul(weight_stride, I64(r))]) for r in range(queries)]
             places = [
-                builder.gep(sums, [builder.add(builder.mul(apart, I64(r)), I64(half * NIBBLE_BYTES + v * LANES))])
+                builder.gep(sums, [builder.add(builder.mul(sum_stride, I64(r)), I64(half * NIBBLE_BYTES + v * LANES))])
                 for r in range(queries)
                 for v in range(VECTORS // 2)
                 for half in range(2)

@@ -41,8 +41,8 @@ def multiply_rows_int8(x, weights, beside, out, rows, width, outs):
             base = panel * OUTS
             for k in range(0, width, DEPTH):
                 part, depth = weights[base * width + k * OUTS :], min(DEPTH, width - k)
-                before, gap = (sums, OUTS) if k else (zeros[base:], 0)
-                add_rows(before, gap, rounded[k:], width, part, count, depth, sums, OUTS)
+                before, before_stride = (sums, OUTS) if k else (zeros[base:], 0)
+                add_rows(before, before_stride, rounded[k:], width, part, count, depth, sums, OUTS)
             scale_rows(sums, count, scales[base:], steps, bias[base:], out[start * outs + base :], outs, min(OUTS, outs - base))
 
 

@@ -99,12 +99,12 @@ def _attend_span(
     per_block=INT,
 )
 def _store(kv, kv_stride0, into, scales, scales_stride0, block_size, slots, per_block, tokens, parts, kv_heads, dim):
-    heads, apart, width = parts * kv_heads, per_block * block_size, -(-dim // GROUP) * GROUP_BYTES
+    heads, block_stride, width = parts * kv_heads, per_block * block_size, -(-dim // GROUP) * GROUP_BYTES
     first, last = share(tokens)
     for token in range(first, last):
         for head in range(heads):
             new, slot = token * kv_stride0 + head * dim, slots[token * heads + head]
-            keep(into, scales, kv[new : new + dim], slot * width, spot_of(slot, apart, scales_stride0))
+            keep(into, scales, kv[new : new + dim], slot * width, spot_of(slot, block_stride, scales_stride0))
 
 
 ATTENTION = Kernels(attend_in_place, attend_span, store)

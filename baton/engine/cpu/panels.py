@@ -79,13 +79,13 @@ def multiply_rows(x, weights, bias, out, rows, width, outs):
             base = panel * OUTS
             for k in range(0, width, DEPTH):
                 part, depth, some = weights[base * width + k * OUTS :], min(DEPTH, width - k), these[k:]
-                before, gap = (sums, OUTS) if k else (bias[base:], 0)
+                before, before_stride = (sums, OUTS) if k else (bias[base:], 0)
                 if k + depth < width:
-                    add_rows(before, gap, some, width, part, count, depth, sums, OUTS)
+                    add_rows(before, before_stride, some, width, part, count, depth, sums, OUTS)
                 elif base + OUTS <= outs:
-                    add_rows(before, gap, some, width, part, count, depth, out[start * outs + base :], outs)
+                    add_rows(before, before_stride, some, width, part, count, depth, out[start * outs + base :], outs)
                 else:
-                    add_rows(before, gap, some, width, part, count, depth, spare, OUTS)
+                    add_rows(before, before_stride, some, width, part, count, depth, spare, OUTS)
                     for r in range(count):
                         out[(start + r) * outs + base : (start + r + 1) * outs] = spare[r * OUTS : r * OUTS + outs - base]
 

@@ -80,13 +80,13 @@ def _pack_keys(rows, at, dim, panel):
 
 
 @njit
-def _pack_values(rows, at, count, dim, panels, far):
-    """OUTS values, of which those from `count` on are zeros, as a part of panels `[dim / OUTS, *, OUTS, group]`, `far` apart."""
+def _pack_values(rows, at, count, dim, panels, panel_stride):
+    """OUTS values, of which those from `count` on are zeros, as a part of panels `[dim / OUTS, *, OUTS, group]`, `panel_stride` apart."""
     together = group_of(rows)
     for o in range(0, OUTS, together):
         there = min(max(count - o, 0), together)
         for d in range(0, dim, OUTS):
-            width, place = min(OUTS, dim - d), d // OUTS * far + o * OUTS
+            width, place = min(OUTS, dim - d), d // OUTS * panel_stride + o * OUTS
             if there == together and width == OUTS:
                 lay_values(rows, at[o:], d, panels[place:])
                 continue
@@ -100,7 +100,7 @@ def _pack_values(rows, at, count, dim, panels, far):
 def _meet(scratch, rows, part, seen, sizes, how):
     """Turns rows of scores of a part of the keys (where it starts, and whole panels of them) into weights, 0 for keys that the row's query
     does not see. `state` (the greatest score so far, the sum of weights) and `sums` become relative to the greatest of all."""
-    (scores, weights, sums, state), (start, depth), (far, group), (window, scale, softcap) = scratch, part, sizes, how
+    (scores, weights, sums, state), (start, depth), (value_width, group), (window, scale, softcap) = scratch, part, sizes, how
     factor = ONE if softcap > ZERO else scale
     for row in range(rows):
         at, last = row * KEYS, seen + row // group - start
@@ -120,7 +120,7 @@ def _meet(scratch, rows, part, seen, sizes, how):
         if found > before:
             state[row, 0], shrunk = found, exp((before - found) * factor)
             state[row, 1] *= shrunk
-            for d in range(row * far, (row + 1) * far):
+            for d in range(row * value_width, (row + 1) * value_width):
                 sums[d] *= shrunk
         state[row, 1] += powers(scores, at, depth, factor * LOG2_E, state[row, 0], weights)
         for i in range(at, first):
@@ -129,21 +129,21 @@ def _meet(scratch, rows, part, seen, sizes, how):
             weights[i] = 0
 
 
-def _multiply(before, x, far, panel, depth, out, rows):
+def _multiply(before, x, x_stride, panel, depth, out, rows):
     """`add_rows`; those above the last one, up to a whole number of AMX's tiles, may get numbers that mean nothing. `before` and `out`: an
-    array, and how far apart its rows are."""
+    array, and the stride of its rows."""
 
 
 @overload(_multiply)
-def _multiply_by(before, x, far, panel, depth, out, rows):
-    def by_rows(before, x, far, panel, depth, out, rows):
-        add_rows(before[0], before[1], x, far, panel, rows, depth, out[0], out[1])
+def _multiply_by(before, x, x_stride, panel, depth, out, rows):
+    def by_rows(before, x, x_stride, panel, depth, out, rows):
+        add_rows(before[0], before[1], x, x_stride, panel, rows, depth, out[0], out[1])
 
-    def by_tiles(before, x, far, panel, depth, out, rows):
+    def by_tiles(before, x, x_stride, panel, depth, out, rows):
         if depth * 2 % LINE:
-            add_rows(before[0], before[1], x, far, panel, rows, depth, out[0], out[1])
+            add_rows(before[0], before[1], x, x_stride, panel, rows, depth, out[0], out[1])
         else:
-            add_rows_by_tiles(before[0], before[1], x, far, depth * 2 // LINE, panel, rows, out[0], out[1])
+            add_rows_by_tiles(before[0], before[1], x, x_stride, depth * 2 // LINE, panel, rows, out[0], out[1])
 
     return by_tiles if amx.multiplies(panel) else by_rows
 
@@ -152,36 +152,36 @@ def _multiply_by(before, x, far, panel, depth, out, rows):
 def _attend_rows(x, rows, panels, sizes, seen, how, scratch):
     """Sums and state of `rows` rows of queries, `group` for each token. `seen`: the keys of the first token, as if it had no window;
     `how`: the window, the scale and the cap of scores."""
-    (keys, values), (size, width, far, group), (scores, weights, sums, state, widened) = panels, sizes, scratch
+    (keys, values), (size, width, value_width, group), (scores, weights, sums, state, widened) = panels, sizes, scratch
     x = given(x[: rows * width], widened[0])
-    sums[: rows * far], state[:rows, 0], state[:rows, 1] = ZERO, NO_SCORE, ZERO
+    sums[: rows * value_width], state[:rows, 0], state[:rows, 1] = ZERO, NO_SCORE, ZERO
     end = seen + (rows - 1) // group
     for start in range(max(0, seen - how[0]) // KEYS * KEYS, end, KEYS):
         depth = min(KEYS, -(-(end - start) // OUTS) * OUTS)
         for panel in range(0, depth, OUTS):
             _multiply((NOTHING, 0), x, width, keys[(start + panel) * width :], width, (scores[panel:], KEYS), rows)
-        _meet((scores, weights, sums, state), rows, (start, depth), seen, (far, group), how)
+        _meet((scores, weights, sums, state), rows, (start, depth), seen, (value_width, group), how)
         some = given(weights[: rows * KEYS], widened[1])
-        for d in range(0, far, OUTS):
-            _multiply((sums[d:], far), some, KEYS, values[d * size + start * OUTS :], depth, (sums[d:], far), rows)
+        for d in range(0, value_width, OUTS):
+            _multiply((sums[d:], value_width), some, KEYS, values[d * size + start * OUTS :], depth, (sums[d:], value_width), rows)
 
 
 @njit
-def _take(q, apart, shape, x, width):
+def _take(q, q_stride, shape, x, width):
     """The queries of one key head, in rows."""
     count, group, dim = shape
     for row in range(count * group):
-        at = row // group * apart + row % group * dim
+        at = row // group * q_stride + row % group * dim
         x[row * width : row * width + dim] = q[at : at + dim]
 
 
 @njit(error_model="numpy")
-def _give(sums, far, state, shape, out, apart):
+def _give(sums, value_width, state, shape, out, out_stride):
     count, group, dim = shape
     for row in range(count * group):
-        at = row // group * apart + row % group * dim
+        at = row // group * out_stride + row % group * dim
         for d in range(dim):
-            put(out, at + d, sums[row * far + d] / state[row, 1])
+            put(out, at + d, sums[row * value_width + d] / state[row, 1])
 
 
 @njit
@@ -194,86 +194,93 @@ def _seen(first, count, window):
 
 
 @njit
-def spot_of(slot, apart, scales_apart):
-    """Where the scale of a slot is. `apart`: slots from one block to the next; `scales_apart`: scales."""
-    return slot // apart * scales_apart + slot % apart
+def spot_of(slot, block_stride, scales_stride):
+    """Where the scale of a slot is. `block_stride`: slots from one block to the next; `scales_stride`: scales."""
+    return slot // block_stride * scales_stride + slot % block_stride
 
 
-def _scaled(rows, scales, at, dim, apart, plain):
+def _scaled(rows, scales, at, dim, strides, plain):
     """In what OUTS rows are to be found, and `at` where: in the pool as they are, or in `plain` as the numbers that they stand for."""
 
 
 @overload(_scaled)
-def _scaled_by(rows, scales, at, dim, apart, plain):
-    def scaled(rows, scales, at, dim, apart, plain):
+def _scaled_by(rows, scales, at, dim, strides, plain):
+    def scaled(rows, scales, at, dim, strides, plain):
         for o in range(OUTS):
-            scale = scales[spot_of(at[o] // dim, apart[0], apart[1])]
+            scale = scales[spot_of(at[o] // dim, strides[0], strides[1])]
             for d in range(dim):
                 put(plain, o * dim + d, np.float32(rows[at[o] + d]) * scale)
             at[o] = o * dim
         return plain
 
-    def unpacked(rows, scales, at, dim, apart, plain):
+    def unpacked(rows, scales, at, dim, strides, plain):
         groups = -(-dim // GROUP)
         for o in range(OUTS):
-            scale = wide(scales[spot_of(at[o] // (groups * GROUP_BYTES), apart[0], apart[1])])
+            scale = wide(scales[spot_of(at[o] // (groups * GROUP_BYTES), strides[0], strides[1])])
             for g in range(groups):
                 widen_group(rows, at[o], g, scale, plain, (o * groups + g) * GROUP)
             at[o] = o * groups * GROUP
         return plain
 
-    return unpacked if is_packed(rows) else scaled if has_any(scales) else lambda rows, scales, at, dim, apart, plain: rows
+    return unpacked if is_packed(rows) else scaled if has_any(scales) else lambda rows, scales, at, dim, strides, plain: rows
 
 
 @njit
 def _lay_panels(rows, scales, gather, panels, plain, sizes):
     """This thread's share of all keys and values, in panels."""
-    (key_panels, value_panels), (keys, size, width, far), (block_size, dim, value_dim, apart) = panels, sizes[0], sizes[1]
+    (key_panels, value_panels), (keys, size, width, value_width), (block_size, dim, value_dim, strides) = panels, sizes[0], sizes[1]
     (parts, kv_heads, blocks), shape = sizes[2], (block_size, width_of(rows, dim))
     at = np.empty(OUTS, np.int64)
     first, last = share(size // OUTS * kv_heads)
     for part in range(first, last):
         head, start = part % kv_heads, part // kv_heads * OUTS
         _find(gather[head * blocks :], shape, start, keys, at)
-        source = _scaled(rows, scales, at, dim, apart, plain)
+        source = _scaled(rows, scales, at, dim, strides, plain)
         _pack_keys(source, at, dim, key_panels[(head * size + start) * width :])
         if parts > 1:
             _find(gather[((parts - 1) * kv_heads + head) * blocks :], shape, start, keys, at)
-            source = _scaled(rows, scales, at, dim, apart, plain)
-        _pack_values(source, at, keys - start, value_dim, value_panels[head * size * far + start * OUTS :], size * OUTS)
+            source = _scaled(rows, scales, at, dim, strides, plain)
+        _pack_values(source, at, keys - start, value_dim, value_panels[head * size * value_width + start * OUTS :], size * OUTS)
 
 
 @njit
 def attend_spans(rows, scales, given, panels, sizes, how):
     """The queries are those of the last `tokens` of `keys` keys. Each sees the keys up to its own, or those in its window."""
-    (q, q_apart, gather, out), (key_panels, value_panels), (window, scale, softcap) = given, panels, how
+    (q, q_stride, gather, out), (key_panels, value_panels), (window, scale, softcap) = given, panels, how
     (tokens, heads, keys), (_, kv_heads, _), (_, dim, value_dim, _) = sizes
     group, together = heads // kv_heads, group_of(key_panels)
-    size, width, far = -(-keys // OUTS) * OUTS, -(-dim // together) * together, -(-value_dim // OUTS) * OUTS
+    size, width, value_width = -(-keys // OUTS) * OUTS, -(-dim // together) * together, -(-value_dim // OUTS) * OUTS
     plain = np.empty(OUTS * -(-dim // GROUP) * GROUP, q.dtype)
-    _lay_panels(rows, scales, gather, panels, plain, ((keys, size, width, far), sizes[2], sizes[1]))
+    _lay_panels(rows, scales, gather, panels, plain, ((keys, size, width, value_width), sizes[2], sizes[1]))
     wait()
     at_once = max(1, QUERIES // group)
     most = -(-at_once * group // amx.TILE) * amx.TILE
     x, weights = from_line(np.zeros(most * width + LINE, q.dtype)), from_line(np.zeros(most * KEYS + LINE, q.dtype))
-    scores, sums = from_line(np.empty(most * KEYS + LINE, np.float32)), from_line(np.empty(most * far + LINE, np.float32))
+    scores, sums = from_line(np.empty(most * KEYS + LINE, np.float32)), from_line(np.empty(most * value_width + LINE, np.float32))
     state, widened = np.empty((most, 2), np.float32), (room_for(x, most * width), room_for(weights, most * KEYS))
     (me, threads), before, done = team(), keys - tokens + 1, 0
     begin_tiles(key_panels, amx.TILE)
     total = _seen(before, tokens, window) * kv_heads
     for head in range(kv_heads):
-        mine_of = key_panels[head * size * width :], value_panels[head * size * far :]
+        mine_of = key_panels[head * size * width :], value_panels[head * size * value_width :]
         for token in range(0, tokens, at_once):
             count = min(at_once, tokens - token)
             mine = done * threads // total == me
             done += _seen(before + token, count, window)
             if mine:
-                _take(q[token * q_apart + head * group * dim :], q_apart, (count, group, dim), x, width)
+                _take(q[token * q_stride + head * group * dim :], q_stride, (count, group, dim), x, width)
                 _attend_rows(
-                    x, count * group, mine_of, (size, width, far, group), before + token, (window, scale, softcap),
+                    x, count * group, mine_of, (size, width, value_width, group), before + token, (window, scale, softcap),
                     (scores, weights, sums, state, widened),
                 )  # fmt: skip
-                _give(sums, far, state, (count, group, value_dim), out[(token * heads + head * group) * value_dim :], heads * value_dim)
+                _give(
+                    sums,
+                    value_width,
+                    state,
+                    (count, group, value_dim),
+                    out[(token * heads + head * group) * value_dim :],
+                    heads * value_dim,
+                )
     end_tiles(key_panels)
 
 

@@ -145,24 +145,29 @@ def group_of(context: Any, array: Any) -> Any:
 
 
 @intrinsic
-def add_rows(context: Any, before: Any, gap: Any, x: Any, width: Any, panel: Any, rows: Any, depth: Any, after: Any, apart: Any) -> Any:
+def add_rows(
+    context: Any, before: Any, before_stride: Any, x: Any, x_stride: Any, panel: Any, rows: Any, depth: Any, after: Any, after_stride: Any
+) -> Any:
     """`after[r, o] = before[r, o] + Σ x[r, k] · panel[k, o]` for some rows, and k up to `depth`, a multiple of the group above 0.
 
-    Rows of x lie `width` numbers apart, those of `before` `gap`, those of `after` `apart`. Where `after` is bfloat16, sums are rounded.
-    Where the panel is int8, x is int8 with ADDED added, and sums are int32. Where it is bfloat16, x is as `primitives.given` gives it.
+    Rows of x lie `x_stride` numbers apart, those of `before` `before_stride`, those of `after` `after_stride`. Where `after` is bfloat16,
+    sums are rounded. Where the panel is int8, x is int8 with ADDED added, and sums are int32. Where it is bfloat16, x is as
+    `primitives.given` gives it.
     """
     kind = KINDS[panel.dtype]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        before, gap, numbers, width, panel, rows, depth, after, apart = arguments_of(context, builder, signature, arguments)
-        step, steps = (builder.udiv(count, I64(kind.group)) for count in (width, depth))
+        before, before_stride, numbers, x_stride, panel, rows, depth, after, after_stride = arguments_of(
+            context, builder, signature, arguments
+        )
+        step, steps = (builder.udiv(count, I64(kind.group)) for count in (x_stride, depth))
         numbers, panel = builder.bitcast(numbers, kind.given.as_pointer()), builder.bitcast(panel, kind.loaded.as_pointer())
 
         def tile(first: Any, count: int, meanwhile: Callable[[Any, int], None] | None = None) -> None:
             nth = [builder.add(first, I64(r)) for r in range(count)]
             begin, xs, end = (
-                [builder.gep(array, [builder.mul(far, row)]) for row in nth]
-                for array, far in ((before, gap), (numbers, step), (after, apart))
+                [builder.gep(array, [builder.mul(stride, row)]) for row in nth]
+                for array, stride in ((before, before_stride), (numbers, step), (after, after_stride))
             )
             sums = _sums(builder, kind, [vectors(builder, place, kind.total) for place in begin], xs, panel, steps, meanwhile)
             for row, place in zip(sums, end, strict=True):
@@ -222,15 +227,15 @@ def _over_rows(builder: Any, rows: Any, tile: Callable[..., None], following: An
 
 
 @intrinsic
-def scale_rows(context: Any, sums: Any, rows: Any, scales: Any, steps: Any, bias: Any, out: Any, apart: Any, some: Any) -> Any:
+def scale_rows(context: Any, sums: Any, rows: Any, scales: Any, steps: Any, bias: Any, out: Any, out_stride: Any, some: Any) -> Any:
     """`out[r, o] = sums[r, o] · scales[o] · steps[r] + bias[o]` for the first `some` of a panel's OUTS sums, int32, in each of the rows.
 
-    Rows of `out` lie `apart` numbers apart.
+    Rows of `out` lie `out_stride` numbers apart.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, rows, scales, steps, bias, out, apart, some = arguments_of(context, builder, signature, arguments)
-        store_rows(builder, rows, scaled(builder, sums, scales, steps, bias), out, apart, some)
+        sums, rows, scales, steps, bias, out, out_stride, some = arguments_of(context, builder, signature, arguments)
+        store_rows(builder, rows, scaled(builder, sums, scales, steps, bias), out, out_stride, some)
         return context.get_dummy_value()
 
     return types.void(sums, types.int64, scales, steps, bias, out, types.int64, types.int64), generate
@@ -252,18 +257,18 @@ def scaled(builder: Any, sums: Any, scales: Any, steps: Any, bias: Any) -> Calla
 
 
 @intrinsic
-def step_rows(context: Any, sums: Any, rows: Any, steps: Any, bias: Any, out: Any, apart: Any, some: Any) -> Any:
+def step_rows(context: Any, sums: Any, rows: Any, steps: Any, bias: Any, out: Any, out_stride: Any, some: Any) -> Any:
     """Same as `scale_rows`, for sums of float32 that are scaled already: `out[r, o] = sums[r, o] · steps[r] + bias[o]`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, rows, steps, bias, out, apart, some = arguments_of(context, builder, signature, arguments)
+        sums, rows, steps, bias, out, out_stride, some = arguments_of(context, builder, signature, arguments)
         begin = vectors(builder, bias, FLOATS)
 
         def row(r: Any) -> list[Any]:
             step = spread(builder, builder.load(builder.gep(steps, [r])))
             return [fused(builder, first, total, step) for total, first in zip(row_of(builder, sums, r, FLOATS), begin, strict=True)]
 
-        store_rows(builder, rows, row, out, apart, some)
+        store_rows(builder, rows, row, out, out_stride, some)
         return context.get_dummy_value()
 
     return types.void(sums, types.int64, steps, bias, out, types.int64, types.int64), generate
@@ -282,9 +287,9 @@ def add_groups(context: Any, x: Any, width: Any, panel: Any, scales: Any, offset
         numbers, width, panel, scales, offsets, rows, groups, out = arguments_of(context, builder, signature, arguments)
 
         def case(count: int) -> None:
-            far = [builder.mul(width, I64(r)) for r in range(count)]
-            xs = [builder.gep(numbers, [each]) for each in far]
-            begins = [builder.gep(offsets, [builder.udiv(each, I64(INT4_GROUP))]) for each in far]
+            starts = [builder.mul(width, I64(r)) for r in range(count)]
+            xs = [builder.gep(numbers, [each]) for each in starts]
+            begins = [builder.gep(offsets, [builder.udiv(each, I64(INT4_GROUP))]) for each in starts]
             for r, row in enumerate(_scaled_sums(builder, xs, begins, panel, scales, groups)):
                 store_row(builder, row, builder.gep(out, [I64(r * OUTS)]))
 
@@ -447,15 +452,15 @@ def store_row(builder: Any, row: list[Any], place: Any) -> None:
 
 
 def store_rows(
-    builder: Any, rows: Any, row: Callable[[Any], list[Any]], out: Any, apart: Any, some: Any,
+    builder: Any, rows: Any, row: Callable[[Any], list[Any]], out: Any, out_stride: Any, some: Any,
     store: Callable[[Any, list[Any], Any], None] = store_row,
 ) -> None:  # fmt: skip
-    """Stores the first `some` of the OUTS numbers that `row(r)` gives, for each of the rows of `out`, which lie `apart` numbers apart."""
+    """Stores the first `some` of the OUTS numbers that `row(r)` gives, for each of the rows of `out`."""
     whole = builder.icmp_signed("==", some, I64(OUTS))
     spare = builder.bitcast(cgutils.alloca_once(builder, ir.ArrayType(out.type.pointee, OUTS)), out.type)
 
     def each(r: Any, none: list[Any]) -> list[Any]:
-        place = builder.gep(out, [builder.mul(r, apart)])
+        place = builder.gep(out, [builder.mul(r, out_stride)])
 
         def copy(o: Any, none: list[Any]) -> list[Any]:
             builder.store(builder.load(builder.gep(spare, [o])), builder.gep(place, [o]))
