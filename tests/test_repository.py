@@ -527,6 +527,7 @@ def test_decision_code_is_pure(name: str) -> None:
 FACTS_WITH_ONE_HOME = {
     r'"queue", "prefill", "transfer", "decode"': "baton/stages.py",
     r"GREEDY_BELOW\s*=": "baton/engine/core/sampling.py",
+    r"\bLINE = 64\b": "baton/engine/core/pages.py",
     r"KEY_BYTES\s*=\s*16": "baton/engine/core/block_key.py",
     r"MAX_REQUEST_ID\s*=": "router/validate.py",
 }

@@ -17,7 +17,7 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from baton.engine.core.int5_rows import row_bytes
-from baton.engine.core.pages import in_huge_pages
+from baton.engine.core.pages import LINE, in_huge_pages
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 DIGEST_BYTES = 16
@@ -28,7 +28,6 @@ SCALES = {"int8": "float32", "int5": "bfloat16"}  # the type in which numbers ar
 
 PROBE_BYTES = 4 << 20  # of one probe of a transport: enough to measure a rate, and soon read
 PROBE_BLOCKS = 16  # at most
-LINE = 64  # bytes of a cache line
 WORD = 8  # bytes that a device copies and digests at a time
 PROBE_PIECES = 5  # in a device's pool: one with known content, and one for each way to land in
 

@@ -1,9 +1,10 @@
-"""Memory in huge pages."""
+"""Memory as a processor reads it: in lines and pages."""
 
 import mmap
 from contextlib import suppress
 from typing import TypeVar
 
+LINE = 64  # bytes of a cache line
 Memory = TypeVar("Memory", bound=mmap.mmap)
 
 

@@ -17,8 +17,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from baton.engine.core.pages import LINE
 from baton.engine.cpu.features import AMX, FEATURES
-from baton.engine.cpu.primitives import LINE
 from baton.engine.cpu.tile import ADDED, BFLOAT16, I8, I32, I64, INT8, OUTS, arguments_of, called, repeat
 from baton.engine.model.linear import INT4_GROUP
 

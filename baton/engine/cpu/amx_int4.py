@@ -8,8 +8,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from baton.engine.core.pages import LINE
 from baton.engine.cpu.amx import SUMS, TILE, Rows, W, X, bytes_of, number, on_tile
-from baton.engine.cpu.primitives import LINE
 from baton.engine.cpu.tile import (
     FLOATS,
     I8,

@@ -15,9 +15,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from baton.engine.core.pages import LINE
 from baton.engine.cpu.amx import CHUNK, DOT, ROWS, SUMS, TILE, Rows, W, X, begin_tiles, bytes_of, end_tiles, lay_row, number, on_tile
 from baton.engine.cpu.kernel import body
-from baton.engine.cpu.primitives import LINE, fetch, from_line, in_parts, part_of, round_row
+from baton.engine.cpu.primitives import fetch, from_line, in_parts, part_of, round_row
 from baton.engine.cpu.tile import (
     ADDED,
     FLOATS,

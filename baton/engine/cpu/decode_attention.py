@@ -15,6 +15,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from baton.engine.core.int5_rows import GROUP, GROUP_BYTES
+from baton.engine.core.pages import LINE
 from baton.engine.cpu import int5_dots
 from baton.engine.cpu.dots import KEYS, QUERIES, VECTORS, add_values, score_keys
 from baton.engine.cpu.int5_dots import add_group, pack_row, score_rows
@@ -27,7 +28,6 @@ from baton.engine.model.checkpoint import LayerAttention
 
 EVERYTHING = 1 << 62  # keys that a query without a window sees
 AHEAD = 32  # keys between the one in use and the one being prefetched: blocks are scattered, so no processor can predict the next
-LINE = 64  # bytes of a cache line
 VALUES = 16  # that are added before the sums are written
 NEAR = 1 << 17  # bytes that the second cache of a core holds beside others
 

@@ -10,10 +10,11 @@ from numba import njit
 from numba.extending import overload
 from torch import Tensor
 
+from baton.engine.core.pages import LINE
 from baton.engine.cpu import amx, amx_int4
 from baton.engine.cpu.kernel import bfloat16s, body, floats, int32s, kernel, numbers
 from baton.engine.cpu.panels import CHUNK, CHUNK_BYTES, OUTS_PADDED, Product, padded
-from baton.engine.cpu.primitives import LINE, from_line, in_parts, part_of, prefetch, round_row
+from baton.engine.cpu.primitives import from_line, in_parts, part_of, prefetch, round_row
 from baton.engine.cpu.tile import INT4_ROWS, OUTS, WORDS, add_groups, step_rows
 from baton.engine.model.linear import INT4_GROUP
 from baton.engine.model.memory import zeros

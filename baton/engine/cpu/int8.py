@@ -8,10 +8,11 @@ import torch
 from numba.extending import overload
 from torch import Tensor
 
+from baton.engine.core.pages import LINE
 from baton.engine.cpu import amx, amx_products
 from baton.engine.cpu.kernel import body, floats, int8s, int32s, kernel, numbers, uint8s
 from baton.engine.cpu.panels import CHUNK, CHUNK_BYTES, DEPTH, OUTS_PADDED, PANELS, Product, padded, panels
-from baton.engine.cpu.primitives import LINE, in_parts, put, round_row, share, wide
+from baton.engine.cpu.primitives import in_parts, put, round_row, share, wide
 from baton.engine.cpu.tile import ADDED, OUTS, ROWS, add_rows, scale_rows
 
 TILES_FROM = 12  # rows: fewer are multiplied nearly as fast as the weights can be read without AMX

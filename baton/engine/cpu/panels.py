@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from numba.extending import overload
 from torch import Tensor
 
+from baton.engine.core.pages import LINE
 from baton.engine.cpu import amx, amx_products
 from baton.engine.cpu.kernel import body, floats, kernel, numbers
-from baton.engine.cpu.primitives import LINE, from_line, given, in_parts, room_for, share
+from baton.engine.cpu.primitives import from_line, given, in_parts, room_for, share
 from baton.engine.cpu.tile import BFLOAT16, FLOAT32, INT8, OUTS, ROWS, add_rows
 from baton.engine.model.memory import zeros
 

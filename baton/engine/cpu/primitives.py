@@ -12,6 +12,7 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from baton.engine.core.pages import LINE
 from baton.engine.cpu.features import FEATURES
 
 # Sums may be reordered and products fused into sums. NaN and infinity keep their meaning: they show broken weights and KV.
@@ -19,7 +20,6 @@ SUMS = {"reassoc", "contract", "nsz"}
 ROUND = np.float32(1.5 * 2**23)  # a float32 of this size has no fractional digits
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 BFLOAT16 = np.uint16(0)  # stands for its type
-LINE = 64  # bytes of a cache line
 
 LOG2_E = np.float32(math.log2(math.e))
 LN_2_HIGH = np.float32(0.693359375)  # few digits, so that n times it is exact

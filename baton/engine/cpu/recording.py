@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baton.engine.core.pages import LINE
 from baton.engine.cpu import kernel
 
-LINE = 64  # bytes of a cache line
 Bytes = npt.NDArray[np.uint8]
 Made = TypeVar("Made")
 

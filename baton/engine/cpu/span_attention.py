@@ -16,6 +16,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from baton.engine.core.int5_rows import GROUP, GROUP_BYTES
+from baton.engine.core.pages import LINE
 from baton.engine.cpu import amx
 from baton.engine.cpu.amx import begin_tiles, end_tiles
 from baton.engine.cpu.amx_products import add_rows_by_tiles
@@ -23,7 +24,7 @@ from baton.engine.cpu.decode_attention import EVERYTHING, has_any, in_rows, is_p
 from baton.engine.cpu.dots import lay_values, turn_keys
 from baton.engine.cpu.int5_dots import widen_group
 from baton.engine.cpu.kernel import INT, REAL, int64s, kernel, numbers
-from baton.engine.cpu.primitives import LINE, LOG2_E, ONE, SUMS, ZERO, exp, from_line, given, put, room_for, share, team, wait, wide
+from baton.engine.cpu.primitives import LOG2_E, ONE, SUMS, ZERO, exp, from_line, given, put, room_for, share, team, wait, wide
 from baton.engine.cpu.softmax import cap, greatest_score, powers
 from baton.engine.cpu.tile import LANES, OUTS, add_rows, group_of
 from baton.engine.model.attention import CUT as KEYS

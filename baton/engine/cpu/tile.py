@@ -26,8 +26,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from baton.engine.core.pages import LINE
 from baton.engine.cpu.features import FEATURES
-from baton.engine.cpu.primitives import LINE, fetch
+from baton.engine.cpu.primitives import fetch
 from baton.engine.model.linear import INT4_GROUP
 
 # Numbers of a register, registers of sums for each row, and rows: all sums and a step's numbers of W are in registers.

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.core.pages import in_huge_pages
+from baton.engine.core.pages import LINE, in_huge_pages
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_MMAP_MAX = -4
 LARGE = 1 << 20  # bytes from which glibc maps memory of its own for an allocation
 REGION = 64 << 20  # bytes of address space; only what is used of it becomes memory
-LINE = 64  # bytes of a cache line
 
 
 class _Region(mmap.mmap):

@@ -12,12 +12,13 @@ from families import FAMILIES, loaded
 from torch import Tensor
 from torch.profiler import record_function
 
+from baton.engine.core.pages import LINE
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.cpu import kernel, pointwise
 from baton.engine.cpu.decode_steps import MOST, DecodeSteps
-from baton.engine.cpu.recording import LINE, Arena, Recording, Unrecordable
+from baton.engine.cpu.recording import Arena, Recording, Unrecordable
 from baton.engine.model.attention import Span
 from baton.engine.model.ops import Ops
 from baton.engine.runner import ModelRunner

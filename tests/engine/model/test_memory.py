@@ -8,8 +8,9 @@ import pytest
 import torch
 from forks import forked
 
+from baton.engine.core.pages import LINE
 from baton.engine.model import memory
-from baton.engine.model.memory import LINE, REGION, zeros
+from baton.engine.model.memory import REGION, zeros
 
 KEPT = """
 import sys
