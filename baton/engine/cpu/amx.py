@@ -10,6 +10,7 @@ is laid out in tiles first: rows that lie a power of two apart would push each o
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -107,15 +108,15 @@ def _lay(context: Any, x: Any, lines: Any, tiles: Any) -> Any:
         x, lines, tiles = arguments_of(context, builder, signature, arguments)
         line = ir.VectorType(I8, LINE).as_pointer()
         x, tiles = (builder.bitcast(each, line) for each in (x, tiles))
-
-        def copy(i: Any, none: list[Any]) -> list[Any]:
-            builder.store(builder.load(builder.gep(x, [i]), align=1), builder.gep(tiles, [builder.mul(i, I64(TILE))]), align=1)
-            return none
-
-        repeat(builder, lines, [], copy)
+        repeat(builder, lines, [], partial(_lay_line, builder, x, tiles))
         return context.get_dummy_value()
 
     return types.void(x, types.int64, tiles), generate
+
+
+def _lay_line(builder: Any, x: Any, tiles: Any, i: Any, none: list[Any]) -> list[Any]:
+    builder.store(builder.load(builder.gep(x, [i]), align=1), builder.gep(tiles, [builder.mul(i, I64(TILE))]), align=1)
+    return none
 
 
 @njit

@@ -2,6 +2,7 @@
 integers, are scaled and added in the order of every other way, so that they have its bits."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -10,6 +11,7 @@ from numba.extending import intrinsic
 
 from baton.engine.core.pages import LINE
 from baton.engine.cpu.amx import SUMS, TILE, Rows, W, X, bytes_of, number, on_tile
+from baton.engine.cpu.group_tile import WORDS
 from baton.engine.cpu.tile import (
     FLOATS,
     I8,
@@ -17,7 +19,6 @@ from baton.engine.cpu.tile import (
     I64,
     INTS,
     OUTS,
-    WORDS,
     arguments_of,
     fused,
     repeat,
@@ -35,25 +36,26 @@ LAG = 2  # groups that are multiplied before a product is stored, and then befor
 
 @intrinsic
 def unpack(context: Any, packed: Any, groups: Any, panel: Any) -> Any:
-    """A panel of int4 (see `baton.engine.cpu.tile.add_groups`) as one of int8, -8 to 7."""
+    """A panel of int4 (see `baton.engine.cpu.group_tile.add_groups`) as one of int8, -8 to 7."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         packed, groups, panel = arguments_of(context, builder, signature, arguments)
-        kind = ir.VectorType(I8, LINE)
-        low, four, eight = (ir.Constant(each, [number] * each.count) for each, number in ((INTS, 0x0F0F0F0F), (INTS, 4), (kind, 8)))
-
-        def word(i: Any, none: list[Any]) -> list[Any]:
-            for v, numbers in enumerate(vectors(builder, builder.gep(packed, [builder.mul(i, I64(OUTS))]), INTS)):
-                for half, each in enumerate((numbers, builder.lshr(numbers, four))):
-                    step = builder.add(builder.mul(i, I64(4 * LINE)), I64(2 * LINE * half + LINE * v))
-                    signed = builder.sub(builder.bitcast(builder.and_(each, low), kind), eight)
-                    builder.store(signed, builder.bitcast(builder.gep(panel, [step]), kind.as_pointer()), align=1)
-            return none
-
-        repeat(builder, builder.mul(groups, I64(WORDS)), [], word)
+        repeat(builder, builder.mul(groups, I64(WORDS)), [], partial(_unpack_word, builder, packed, panel))
         return context.get_dummy_value()
 
     return types.void(packed, types.int64, panel), generate
+
+
+def _unpack_word(builder: Any, packed: Any, panel: Any, i: Any, none: list[Any]) -> list[Any]:
+    """The ith OUTS int32s of a panel."""
+    kind = ir.VectorType(I8, LINE)
+    low, four, eight = (ir.Constant(each, [number] * each.count) for each, number in ((INTS, 0x0F0F0F0F), (INTS, 4), (kind, 8)))
+    for v, numbers in enumerate(vectors(builder, builder.gep(packed, [builder.mul(i, I64(OUTS))]), INTS)):
+        for half, each in enumerate((numbers, builder.lshr(numbers, four))):
+            step = builder.add(builder.mul(i, I64(4 * LINE)), I64(2 * LINE * half + LINE * v))
+            signed = builder.sub(builder.bitcast(builder.and_(each, low), kind), eight)
+            builder.store(signed, builder.bitcast(builder.gep(panel, [step]), kind.as_pointer()), align=1)
+    return none
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +83,15 @@ class _Groups:
             totals = self._add(totals, last, i)
         return totals
 
-    def rest(self, flight: Any, count: int, totals: list[Any]) -> list[Any]:
-        """Adds the first groups of a flight."""
+    def rest(self, flight: Any, totals: list[Any], places: list[Any], count: int) -> None:
+        """Adds the first groups of a flight, and writes the sums."""
         for i in range(count):
             self._multiply(flight, i)
         for i in range(count):
             self._store(i)
         for i in range(count):
             totals = self._add(totals, flight, i)
-        return totals
+        _write(self.builder, totals, places)
 
     def _next(self, flight: Any, totals: list[Any]) -> list[Any]:
         for i in range(FLIGHT):
@@ -129,31 +131,33 @@ class _Groups:
 def add_groups_by_tiles(context: Any, x: Any, panel: Any, scales: Any, groups: Any, spare: Any, sums: Any) -> Any:
     """`sums[r, o] = Σ_g scales[g, o] · Σ x[r, k] · panel[k, o]` for the INT4_GROUP ks of each of some groups, and TILE rows of x in tiles.
 
-    As `baton.engine.cpu.tile.add_groups`, with the same bits; x is int8, in lines of two groups, and so is the panel. Products reach the
-    sums by way of memory, `spare`, int32 `[FLIGHT, TILE, TILE]`, which takes a while: a group is multiplied while the last but one is
+    As `baton.engine.cpu.group_tile.add_groups`, with the same bits; x is int8, in lines of two groups, and so is the panel. Products reach
+    the sums by way of memory, `spare`, int32 `[FLIGHT, TILE, TILE]`, which takes a while: a group is multiplied while the last but one is
     stored, and one that was stored two groups ago is added.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, panel, scales, groups, spare, sums = arguments_of(context, builder, signature, arguments)
         flights, left = builder.udiv(groups, I64(FLIGHT)), builder.urem(groups, I64(FLIGHT))
-
-        def sums_of(column: Any, none: list[Any]) -> list[Any]:
-            these = _Groups(builder, bytes_of(builder, x), bytes_of(builder, panel), scales, spare, column)
-            places = [builder.gep(sums, [builder.add(builder.mul(column, I64(TILE)), I64(row * OUTS))]) for row in range(TILE)]
-
-            def write(totals: list[Any]) -> None:
-                for total, each in zip(totals, places, strict=True):
-                    store_row(builder, [total], each)
-
-            some = builder.zext(builder.icmp_unsigned(">", flights, I64(0)), I64)
-            nothing = [ir.Constant(FLOATS, [0.0] * TILE)] * TILE
-            write(repeat(builder, some, nothing, lambda _, totals: these.fly(flights, totals)))
-            begun = [vector(builder, each, FLOATS) for each in places]
-            switch(builder, left, range(1, FLIGHT), lambda count: write(these.rest(flights, count, begun)))
-            return none
-
-        repeat(builder, I64(OUTS // TILE), [], sums_of)
+        repeat(builder, I64(OUTS // TILE), [], partial(_sum_column, builder, (x, panel, scales, spare), flights, left, sums))
         return context.get_dummy_value()
 
     return types.void(x, panel, scales, types.int64, spare, sums), generate
+
+
+def _sum_column(builder: Any, given: tuple[Any, ...], flights: Any, left: Any, sums: Any, column: Any, none: list[Any]) -> list[Any]:
+    """TILE outs of `add_groups_by_tiles`. `given`: its x, panel, scales and spare; `left`: groups after the last flight."""
+    x, panel, scales, spare = given
+    these = _Groups(builder, bytes_of(builder, x), bytes_of(builder, panel), scales, spare, column)
+    places = [builder.gep(sums, [builder.add(builder.mul(column, I64(TILE)), I64(row * OUTS))]) for row in range(TILE)]
+    some = builder.zext(builder.icmp_unsigned(">", flights, I64(0)), I64)
+    nothing = [ir.Constant(FLOATS, [0.0] * TILE)] * TILE
+    _write(builder, repeat(builder, some, nothing, lambda _, totals: these.fly(flights, totals)), places)
+    begun = [vector(builder, each, FLOATS) for each in places]
+    switch(builder, left, range(1, FLIGHT), partial(these.rest, flights, begun, places))
+    return none
+
+
+def _write(builder: Any, totals: list[Any], places: list[Any]) -> None:
+    for total, each in zip(totals, places, strict=True):
+        store_row(builder, [total], each)

@@ -52,10 +52,7 @@ def _multiply(
 
     `x`: the rows of each tile. `meanwhile(k)` is done at the kth line.
     """
-    w, mine = Rows(panel, I64(2 * LINE)), SUMS[: 2 * len(x)]
-
-    def load(tile: int, rows: Rows, nth: int, at: Any) -> None:
-        on_tile(builder, "tileloadd64", number(tile), *rows.tile(builder, nth, at))
+    w, mine, load = Rows(panel, I64(2 * LINE)), SUMS[: 2 * len(x)], partial(_load, builder)
 
     def add(k: Any, none: list[Any]) -> list[Any]:
         if meanwhile:
@@ -76,6 +73,10 @@ def _multiply(
         on_tile(builder, "tilestored64", number(tile), *after.tile(builder, tile // 2, I64(tile % 2 * LINE)))
 
 
+def _load(builder: Any, tile: int, rows: Rows, nth: int, at: Any) -> None:
+    on_tile(builder, "tileloadd64", number(tile), *rows.tile(builder, nth, at))
+
+
 def _in_blocks(builder: Any, rows: Any, whole: Callable[[Any], None], last: Callable[[Any, int], None]) -> None:
     """`whole(b)` for every ROWS rows, and `last(b, tiles)` for what is left."""
 
@@ -85,7 +86,7 @@ def _in_blocks(builder: Any, rows: Any, whole: Callable[[Any], None], last: Call
 
     blocks, left = builder.udiv(rows, I64(ROWS)), builder.urem(rows, I64(ROWS))
     repeat(builder, blocks, [], each)
-    switch(builder, builder.udiv(builder.add(left, I64(TILE - 1)), I64(TILE)), (1, 2), lambda tiles: last(blocks, tiles))
+    switch(builder, builder.udiv(builder.add(left, I64(TILE - 1)), I64(TILE)), (1, 2), partial(last, blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ def add_part(
         these = _Part(
             builder, dot, before, again, sums, x, high, done, lines, last, panel, rows, out, out_stride, some, stored, finished, store
         )  # fmt: skip
-        _in_blocks(builder, rows, lambda b: these.block(b, 2, whole=True), lambda b, tiles: these.block(b, tiles, whole=False))
+        _in_blocks(builder, rows, partial(these.block, tiles=2, whole=True), partial(these.block, whole=False))
         return context.get_dummy_value()
 
     int64 = types.int64
@@ -191,23 +192,26 @@ def add_rows_by_tiles(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         before, before_stride, x, x_stride, lines, panel, rows, after, after_stride = arguments_of(context, builder, signature, arguments)
-        panel = bytes_of(builder, panel)
-
-        def from_row(array: Any, stride: Any, row: Any) -> Rows:
-            size = builder.mul(stride, I64(SIZES[array.type.pointee]))
-            return Rows(builder.gep(bytes_of(builder, array), [builder.mul(size, row)]), size)
-
-        def block(b: Any, tiles: int) -> None:
-            row = builder.mul(b, I64(ROWS))
-            x_rows = [from_row(x, x_stride, builder.add(row, I64(TILE * r))) for r in range(tiles)]
-            first, last = from_row(before, before_stride, row), from_row(after, after_stride, row)
-            _multiply(builder, dot, first, x_rows, panel, lines, last)
-
-        _in_blocks(builder, rows, lambda b: block(b, 2), block)
+        arrays = (before, before_stride), (x, x_stride), (after, after_stride)
+        block = partial(_block, builder, dot, arrays, bytes_of(builder, panel), lines)
+        _in_blocks(builder, rows, partial(block, tiles=2), block)
         return context.get_dummy_value()
 
     int64 = types.int64
     return types.void(before, int64, x, int64, int64, panel, int64, after, int64), generate
+
+
+def _block(builder: Any, dot: str, arrays: Sequence[tuple[Any, Any]], panel: Any, lines: Any, b: Any, tiles: int) -> None:
+    """The bth ROWS rows of `add_rows_by_tiles`. `arrays`: where the first row of `before`, of x and of `after` begins, and strides."""
+    row, (before, x, after) = builder.mul(b, I64(ROWS)), arrays
+    x_rows = [_rows_from(builder, *x, builder.add(row, I64(TILE * r))) for r in range(tiles)]
+    first, last = _rows_from(builder, *before, row), _rows_from(builder, *after, row)
+    _multiply(builder, dot, first, x_rows, panel, lines, last)
+
+
+def _rows_from(builder: Any, array: Any, stride: Any, row: Any) -> Rows:
+    size = builder.mul(stride, I64(SIZES[array.type.pointee]))
+    return Rows(builder.gep(bytes_of(builder, array), [builder.mul(size, row)]), size)
 
 
 @body

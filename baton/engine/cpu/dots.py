@@ -4,6 +4,7 @@ Sums are float32 and stay in registers. Every sum adds its products in an order 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -26,6 +27,7 @@ from baton.engine.cpu.tile import (
     fused,
     repeat,
     spread,
+    starts_of,
     switch,
     widened,
 )
@@ -48,31 +50,31 @@ def score_keys(
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         pool, at, head, query, query_stride, rows, dim, scores, score_stride = arguments_of(context, builder, signature, given)
-        keys = [builder.gep(pool, [builder.add(builder.load(builder.gep(at, [I64(j)])), head)]) for j in range(KEYS)]
-
-        def case(count: int) -> None:
-            queries = [builder.gep(query, [builder.mul(query_stride, I64(r))]) for r in range(count)]
-            together = KEYS if LANES == 16 else KEYS // count  # their sums fit the registers
-            for first in range(0, KEYS, together):
-                some = keys[first : first + together]
-
-                def add(d: Any, sums: Sequence[Any], left: Any = None, some: list[Any] = some) -> list[Any]:
-                    own = [builder.load(builder.bitcast(builder.gep(each, [d]), FLOATS.as_pointer()), align=4) for each in queries]
-                    read = [_floats(builder, builder.gep(key, [d]), left) for key in some]
-                    return [fused(builder, sums[r * len(some) + j], read[j], own[r]) for r in range(count) for j in range(len(some))]
-
-                sums = _over(builder, dim, [zeros()] * (count * together), add)
-                for r in range(count):
-                    place = builder.gep(scores, [builder.add(builder.mul(score_stride, I64(r)), I64(first))])
-                    for part in totals(builder, sums[r * together : (r + 1) * together]):
-                        builder.store(part, builder.bitcast(place, part.type.as_pointer()), align=4)
-                        place = builder.gep(place, [I64(part.type.count)])
-
+        keys = [row_at(builder, pool, at, head, I64(j)) for j in range(KEYS)]
+        case = partial(_score, builder, keys, (query, query_stride), dim, (scores, score_stride))
         switch(builder, rows, range(1, QUERIES + 1), case)
         return context.get_dummy_value()
 
     int64 = types.int64
     return types.void(pool, at, int64, query, int64, int64, int64, scores, int64), generate
+
+
+def _score(builder: Any, keys: list[Any], query: tuple[Any, Any], dim: Any, scores: tuple[Any, Any], count: int) -> None:
+    """`count` rows of `score_keys`. `query`, `scores`: where the first row begins, and the stride of rows."""
+    queries = starts_of(builder, *query, count)
+    together = KEYS if LANES == 16 else KEYS // count  # their sums fit the registers
+    for first in range(0, KEYS, together):
+        some = keys[first : first + together]
+        sums = _over(builder, dim, [zeros()] * (count * together), partial(_add_products, builder, queries, some))
+        for r in range(count):
+            place = builder.gep(scores[0], [builder.add(builder.mul(scores[1], I64(r)), I64(first))])
+            store_totals(builder, sums[r * together : (r + 1) * together], place)
+
+
+def _add_products(builder: Any, queries: list[Any], keys: list[Any], d: Any, sums: Sequence[Any], left: Any = None) -> list[Any]:
+    own = [builder.load(builder.bitcast(builder.gep(each, [d]), FLOATS.as_pointer()), align=4) for each in queries]
+    read = [_floats(builder, builder.gep(key, [d]), left) for key in keys]
+    return [fused(builder, sums[r * len(keys) + j], read[j], own[r]) for r in range(len(queries)) for j in range(len(keys))]
 
 
 @intrinsic
@@ -97,30 +99,39 @@ def add_values(
         pool, at, head, count, weights, weight_stride, rows, vectors, left, sums, sum_stride = arguments_of(
             context, builder, signature, given
         )
-
-        def case(number: int) -> None:
-            queries, whole = divmod(number, VECTORS + 1)
-            starts = [builder.gep(sums, [builder.mul(sum_stride, I64(r))]) for r in range(queries)]
-            places = [
-                builder.bitcast(builder.gep(start, [I64(v * LANES)]), FLOATS.as_pointer()) for start in starts for v in range(max(whole, 1))
-            ]
-            factors = [builder.gep(weights, [builder.mul(weight_stride, I64(r))]) for r in range(queries)]
-
-            def add(j: Any, totals: Sequence[Any]) -> list[Any]:
-                value = builder.gep(pool, [builder.add(builder.load(builder.gep(at, [j])), head)])
-                read = [_floats(builder, builder.gep(value, [I64(v * LANES)])) for v in range(whole)] or [_floats(builder, value, left)]
-                by = [spread(builder, builder.load(builder.gep(each, [j]))) for each in factors]
-                return [fused(builder, totals[r * len(read) + v], each, by[r]) for r in range(queries) for v, each in enumerate(read)]
-
-            for place, total in zip(places, repeat(builder, count, [builder.load(place, align=4) for place in places], add), strict=True):
-                builder.store(total, place, align=4)
-
         number = builder.add(builder.mul(rows, I64(VECTORS + 1)), vectors)
+        value = partial(row_at, builder, pool, at, head)
+        case = partial(_add, builder, value, count, (weights, weight_stride), left, (sums, sum_stride))
         switch(builder, number, range(VECTORS + 1, (QUERIES + 1) * (VECTORS + 1)), case)
         return context.get_dummy_value()
 
     int64 = types.int64
     return types.void(pool, at, int64, int64, weights, int64, int64, int64, int64, sums, int64), generate
+
+
+def _add(
+    builder: Any, value: Callable[[Any], Any], count: Any, weights: tuple[Any, Any], left: Any, sums: tuple[Any, Any], number: int
+) -> None:
+    """A case of `add_values`: `number // (VECTORS + 1)` rows, and the rest whole vectors. `value(j)`: where the jth one begins; `weights`,
+    `sums`: where the first row begins, and the stride of rows."""
+    queries, whole = divmod(number, VECTORS + 1)
+    starts = starts_of(builder, *sums, queries)
+    places = [builder.bitcast(builder.gep(start, [I64(v * LANES)]), FLOATS.as_pointer()) for start in starts for v in range(max(whole, 1))]
+    factors = starts_of(builder, *weights, queries)
+    begun = [builder.load(place, align=4) for place in places]
+    added = repeat(builder, count, begun, partial(_add_value, builder, value, factors, whole, left))
+    for place, total in zip(places, added, strict=True):
+        builder.store(total, place, align=4)
+
+
+def _add_value(
+    builder: Any, value: Callable[[Any], Any], factors: list[Any], whole: int, left: Any, j: Any, sums: Sequence[Any]
+) -> list[Any]:
+    """The sums with the jth value added, times each row's factor."""
+    place = value(j)
+    read = [_floats(builder, builder.gep(place, [I64(v * LANES)])) for v in range(whole)] or [_floats(builder, place, left)]
+    by = [spread(builder, builder.load(builder.gep(each, [j]))) for each in factors]
+    return [fused(builder, sums[r * len(read) + v], each, by[r]) for r in range(len(factors)) for v, each in enumerate(read)]
 
 
 @intrinsic
@@ -157,7 +168,7 @@ def lay_values(context: Any, pool: Any, at: Any, d: Any, panel: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         pool, at, d, panel = arguments_of(context, builder, signature, given)
         kind = ir.VectorType(pool.type.pointee, OUTS)
-        starts = [builder.gep(pool, [builder.add(builder.load(builder.gep(at, [I64(j)])), d)]) for j in range(group)]
+        starts = [row_at(builder, pool, at, d, I64(j)) for j in range(group)]
         values = [builder.load(builder.bitcast(start, kind.as_pointer()), align=1) for start in starts]
         side_by_side = [j * OUTS + o for o in range(OUTS) for j in range(group)]
         step = _shuffled(builder, values[0], values[1], side_by_side) if group == 2 else values[0]
@@ -165,6 +176,11 @@ def lay_values(context: Any, pool: Any, at: Any, d: Any, panel: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(pool, at, types.int64, panel), generate
+
+
+def row_at(builder: Any, pool: Any, at: Any, head: Any, j: Any) -> Any:
+    """Where the jth row of a head begins."""
+    return builder.gep(pool, [builder.add(builder.load(builder.gep(at, [j])), head)])
 
 
 def _over(builder: Any, dim: Any, starts: list[Any], add: Callable[..., list[Any]]) -> list[Any]:
@@ -202,6 +218,13 @@ def totals(builder: Any, sums: list[Any]) -> list[Any]:
         sums = [builder.fadd(_shuffled(builder, a, b, low), _shuffled(builder, a, b, high)) for a, b in pairs]
         parts //= 2
     return sums
+
+
+def store_totals(builder: Any, sums: list[Any], place: Any) -> None:
+    """The `totals`, one after the other."""
+    for part in totals(builder, sums):
+        builder.store(part, builder.bitcast(place, part.type.as_pointer()), align=4)
+        place = builder.gep(place, [I64(part.type.count)])
 
 
 def _shuffled(builder: Any, a: Any, b: Any, indices: list[int]) -> Any:

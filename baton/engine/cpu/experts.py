@@ -11,13 +11,14 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from baton.engine.cpu.group_tile import WORDS
 from baton.engine.cpu.int4 import multiply_int4, product_int4
 from baton.engine.cpu.int8 import multiply_int8, product_int8
 from baton.engine.cpu.kernel import INT, REAL, ArgumentError, body, floats, int64s, kernel, named, numbers
 from baton.engine.cpu.panels import CHUNK, Product, multiply, product
 from baton.engine.cpu.primitives import ONE, SUMS, ZERO, exp, put, share, view_float32, view_int8, view_int32, view_like, view_uint16, wide
 from baton.engine.cpu.softmax import weigh
-from baton.engine.cpu.tile import OUTS, WORDS
+from baton.engine.cpu.tile import OUTS
 from baton.engine.model.linear import INT4_GROUP
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from baton.engine.core.pages import LINE
 from baton.engine.cpu import amx, amx_int4
+from baton.engine.cpu.group_tile import GROUP_ROWS, WORDS, add_groups
 from baton.engine.cpu.kernel import bfloat16s, body, floats, int32s, kernel, numbers
 from baton.engine.cpu.panels import CHUNK, CHUNK_BYTES, OUTS_PADDED, Product, padded
 from baton.engine.cpu.primitives import from_line, in_parts, part_of, prefetch, round_row
-from baton.engine.cpu.tile import INT4_ROWS, OUTS, WORDS, add_groups, step_rows
+from baton.engine.cpu.tile import OUTS, step_rows
 from baton.engine.model.linear import INT4_GROUP
 from baton.engine.model.memory import zeros
 
@@ -57,10 +58,10 @@ def _find_offsets(rounded, groups, offsets):
 @body
 def multiply_int4_rows(x, weights, scales, bias, out, rows, width, outs):
     """Each thread rounds its rows itself. W's numbers are stored with 8 added; sums of a group begin with what that adds, subtracted."""
-    begin, end, first, last = part_of(rows, INT4_ROWS, CHUNK, -(-outs // OUTS))
+    begin, end, first, last = part_of(rows, GROUP_ROWS, CHUNK, -(-outs // OUTS))
     groups = -(-width // INT4_GROUP)
-    wide, sums = groups * INT4_GROUP, np.empty(INT4_ROWS * OUTS, np.float32)
-    size = in_parts(end - begin, INT4_ROWS, min(CHUNK, CHUNK_BYTES // wide))
+    wide, sums = groups * INT4_GROUP, np.empty(GROUP_ROWS * OUTS, np.float32)
+    size = in_parts(end - begin, GROUP_ROWS, min(CHUNK, CHUNK_BYTES // wide))
     rounded = np.zeros(size * wide, np.uint8)
     offsets, steps = np.empty(size * groups, np.int32), np.empty(size, np.float32)
     for start in range(begin, end, size):
@@ -71,8 +72,8 @@ def multiply_int4_rows(x, weights, scales, bias, out, rows, width, outs):
         for panel in range(first, last):
             base = panel * OUTS
             part, factors = weights[base * groups * WORDS :], scales[base * groups :]
-            for tile in range(0, count, INT4_ROWS):
-                some = min(INT4_ROWS, count - tile)
+            for tile in range(0, count, GROUP_ROWS):
+                some = min(GROUP_ROWS, count - tile)
                 add_groups(rounded[tile * wide :], wide, part, factors, offsets[tile * groups :], some, groups, sums)
                 step_rows(sums, some, steps[tile:], bias[base:], out[(start + tile) * outs + base :], outs, min(OUTS, outs - base))
 

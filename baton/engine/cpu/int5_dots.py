@@ -4,7 +4,8 @@ registers.
 Sums are float32. Every sum adds its products in an order that follows from the sizes of the head alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,24 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from baton.engine.core.int5_rows import GROUP, GROUP_BYTES, LEVELS, NIBBLE_BYTES
-from baton.engine.cpu.dots import totals, zeros
+from baton.engine.cpu.dots import row_at, store_totals, zeros
 from baton.engine.cpu.primitives import ONE, ROUND, SMALLEST, ZERO, magnitude, wide
-from baton.engine.cpu.tile import FLOATS, I8, I32, I64, INTS, LANES, arguments_of, fused, repeat, spread, store_row, switch, vector
+from baton.engine.cpu.tile import (
+    FLOATS,
+    I8,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    arguments_of,
+    fused,
+    repeat,
+    spread,
+    starts_of,
+    store_row,
+    switch,
+    vector,
+)
 
 KEYS = 8 if LANES == 16 else 4  # that are scored at a time
 QUERIES = 2  # that share a read key or value
@@ -36,40 +52,37 @@ def score_rows(
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         pool, at, head, groups, query, query_stride, rows, scores, score_stride = arguments_of(context, builder, signature, given)
-        keys = [builder.gep(pool, [builder.add(builder.load(builder.gep(at, [I64(j)])), head)]) for j in range(KEYS)]
-
-        def case(count: int) -> None:
-            queries = [builder.gep(query, [builder.mul(query_stride, I64(r))]) for r in range(count)]
-
-            def add(g: Any, sums: Sequence[Any]) -> list[Any]:
-                first, added = builder.mul(g, I64(GROUP)), list(sums)
-                groups_at = [_group(builder, key, g) for key in keys]
-                for v in range(VECTORS // 2):
-                    own = [
-                        [
-                            vector(builder, builder.gep(each, [builder.add(first, I64(half * NIBBLE_BYTES + v * LANES))]), FLOATS)
-                            for half in range(2)
-                        ]
-                        for each in queries
-                    ]
-                    for j, group in enumerate(groups_at):
-                        for half, numbers in enumerate(_numbers(builder, group, v)):
-                            for r in range(count):
-                                added[r * KEYS + j] = fused(builder, added[r * KEYS + j], numbers, own[r][half])
-                return added
-
-            sums = repeat(builder, groups, [zeros()] * (count * KEYS), add)
-            for r in range(count):
-                place = builder.gep(scores, [builder.mul(score_stride, I64(r))])
-                for part in totals(builder, sums[r * KEYS : (r + 1) * KEYS]):
-                    builder.store(part, builder.bitcast(place, part.type.as_pointer()), align=4)
-                    place = builder.gep(place, [I64(part.type.count)])
-
+        keys = [row_at(builder, pool, at, head, I64(j)) for j in range(KEYS)]
+        case = partial(_score, builder, keys, groups, (query, query_stride), (scores, score_stride))
         switch(builder, rows, range(1, QUERIES + 1), case)
         return context.get_dummy_value()
 
     int64 = types.int64
     return types.void(pool, at, int64, int64, query, int64, int64, scores, int64), generate
+
+
+def _score(builder: Any, keys: list[Any], groups: Any, query: tuple[Any, Any], scores: tuple[Any, Any], count: int) -> None:
+    """`count` rows of `score_rows`. `query`, `scores`: where the first row begins, and the stride of rows."""
+    queries = starts_of(builder, *query, count)
+    sums = repeat(builder, groups, [zeros()] * (count * KEYS), partial(_add_products, builder, queries, keys))
+    for r in range(count):
+        store_totals(builder, sums[r * KEYS : (r + 1) * KEYS], builder.gep(scores[0], [builder.mul(scores[1], I64(r))]))
+
+
+def _add_products(builder: Any, queries: list[Any], keys: list[Any], g: Any, sums: Sequence[Any]) -> list[Any]:
+    """The sums with the products of group `g` added."""
+    first, added = builder.mul(g, I64(GROUP)), list(sums)
+    groups_at = [_group(builder, key, g) for key in keys]
+    for v in range(VECTORS // 2):
+        own = [
+            [vector(builder, builder.gep(each, [builder.add(first, I64(half * NIBBLE_BYTES + v * LANES))]), FLOATS) for half in range(2)]
+            for each in queries
+        ]
+        for j, group in enumerate(groups_at):
+            for half, numbers in enumerate(_numbers(builder, group, v)):
+                for r in range(len(queries)):
+                    added[r * KEYS + j] = fused(builder, added[r * KEYS + j], numbers, own[r][half])
+    return added
 
 
 @intrinsic
@@ -91,34 +104,43 @@ def add_group(
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         pool, at, head, g, count, weights, weight_stride, rows, sums, sum_stride = arguments_of(context, builder, signature, given)
-
-        def case(queries: int) -> None:
-            factors = [builder.gep(weights, [builder.mul(weight_stride, I64(r))]) for r in range(queries)]
-            places = [
-                builder.gep(sums, [builder.add(builder.mul(sum_stride, I64(r)), I64(half * NIBBLE_BYTES + v * LANES))])
-                for r in range(queries)
-                for v in range(VECTORS // 2)
-                for half in range(2)
-            ]
-
-            def add(j: Any, before: Sequence[Any]) -> list[Any]:
-                value, added = builder.gep(pool, [builder.add(builder.load(builder.gep(at, [j])), head)]), list(before)
-                by = [spread(builder, builder.load(builder.gep(each, [j]))) for each in factors]
-                group = _group(builder, value, g)
-                numbers = [each for v in range(VECTORS // 2) for each in _numbers(builder, group, v)]
-                for r in range(queries):
-                    for i, each in enumerate(numbers):
-                        added[r * VECTORS + i] = fused(builder, added[r * VECTORS + i], each, by[r])
-                return added
-
-            for place, total in zip(places, repeat(builder, count, [vector(builder, each, FLOATS) for each in places], add), strict=True):
-                builder.store(total, builder.bitcast(place, FLOATS.as_pointer()), align=4)
-
+        value = partial(row_at, builder, pool, at, head)
+        case = partial(_add, builder, value, g, count, (weights, weight_stride), (sums, sum_stride))
         switch(builder, rows, range(1, QUERIES + 1), case)
         return context.get_dummy_value()
 
     int64 = types.int64
     return types.void(pool, at, int64, int64, int64, weights, int64, int64, sums, int64), generate
+
+
+def _add(
+    builder: Any, value: Callable[[Any], Any], g: Any, count: Any, weights: tuple[Any, Any], sums: tuple[Any, Any], queries: int
+) -> None:
+    """`queries` rows of `add_group`. `value(j)`: where the jth one begins; `weights`, `sums`: where the first row begins, and the stride
+    of rows."""
+    factors = starts_of(builder, *weights, queries)
+    places = [
+        builder.gep(sums[0], [builder.add(builder.mul(sums[1], I64(r)), I64(half * NIBBLE_BYTES + v * LANES))])
+        for r in range(queries)
+        for v in range(VECTORS // 2)
+        for half in range(2)
+    ]
+    begun = [vector(builder, each, FLOATS) for each in places]
+    added = repeat(builder, count, begun, partial(_add_value, builder, value, g, factors))
+    for place, total in zip(places, added, strict=True):
+        builder.store(total, builder.bitcast(place, FLOATS.as_pointer()), align=4)
+
+
+def _add_value(builder: Any, value: Callable[[Any], Any], g: Any, factors: list[Any], j: Any, sums: Sequence[Any]) -> list[Any]:
+    """The sums with a group of the jth value added, times each row's factor."""
+    place, added = value(j), list(sums)
+    by = [spread(builder, builder.load(builder.gep(each, [j]))) for each in factors]
+    group = _group(builder, place, g)
+    numbers = [each for v in range(VECTORS // 2) for each in _numbers(builder, group, v)]
+    for r in range(len(factors)):
+        for i, each in enumerate(numbers):
+            added[r * VECTORS + i] = fused(builder, added[r * VECTORS + i], each, by[r])
+    return added
 
 
 @intrinsic

@@ -1,6 +1,7 @@
 """The steps of a softmax over a row of scores, compiled."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,14 +73,16 @@ def greatest_score(context: Any, scores: Any, first: Any, count: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         scores, first, count = arguments_of(context, builder, signature, arguments)
         scores = builder.gep(scores, [first])
-
-        def body(i: Any, greatest: list[Any]) -> list[Any]:
-            found = vectors(builder, builder.gep(scores, [builder.mul(i, I64(OUTS))]), FLOATS)
-            return [_greater(builder, a, b) for a, b in zip(found, greatest, strict=True)]
-
-        return _across(builder, repeat(builder, builder.udiv(count, I64(OUTS)), [_all(-np.inf)] * VECTORS, body), _greater)
+        found = repeat(builder, builder.udiv(count, I64(OUTS)), [_all(-np.inf)] * VECTORS, partial(_compare, builder, scores))
+        return _across(builder, found, _greater)
 
     return types.float32(scores, types.int64, types.int64), generate
+
+
+def _compare(builder: Any, scores: Any, i: Any, greatest: list[Any]) -> list[Any]:
+    """The greatest, with the ith OUTS scores among them."""
+    found = vectors(builder, builder.gep(scores, [builder.mul(i, I64(OUTS))]), FLOATS)
+    return [_greater(builder, a, b) for a, b in zip(found, greatest, strict=True)]
 
 
 @intrinsic
@@ -92,18 +95,24 @@ def powers(context: Any, scores: Any, first: Any, count: Any, factor: Any, great
         scores, first, count, factor, greatest, weights = arguments_of(context, builder, signature, arguments)
         scores, weights = (builder.gep(each, [first]) for each in (scores, weights))
         by, less = spread(builder, factor), spread(builder, builder.fneg(builder.fmul(greatest, factor)))
-
-        def body(i: Any, sums: list[Any]) -> list[Any]:
-            at = builder.mul(i, I64(OUTS))
-            found = vectors(builder, builder.gep(scores, [at]), FLOATS)
-            made = [_power(builder, fused(builder, less, each, by), terms) for each in found]
-            store_normal_row(builder, made, builder.gep(weights, [at]))
-            return [builder.fadd(total, each) for total, each in zip(sums, made, strict=True)]
-
+        body = partial(_raise, builder, scores, weights, by, less, terms)
         sums = repeat(builder, builder.udiv(count, I64(OUTS)), [_all(0)] * VECTORS, body)
-        return _across(builder, sums, lambda builder, a, b: builder.fadd(a, b))
+        return _across(builder, sums, _added)
 
     return types.float32(scores, types.int64, types.int64, types.float32, types.float32, weights), generate
+
+
+def _raise(builder: Any, scores: Any, weights: Any, by: Any, less: Any, terms: tuple[float, ...], i: Any, sums: list[Any]) -> list[Any]:
+    """The sums, with the ith OUTS weights, which are stored: 2^(score · by + less)."""
+    at = builder.mul(i, I64(OUTS))
+    found = vectors(builder, builder.gep(scores, [at]), FLOATS)
+    made = [_power(builder, fused(builder, less, each, by), terms) for each in found]
+    store_normal_row(builder, made, builder.gep(weights, [at]))
+    return [builder.fadd(total, each) for total, each in zip(sums, made, strict=True)]
+
+
+def _added(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fadd(a, b)
 
 
 def _greater(builder: Any, a: Any, b: Any) -> Any:

@@ -19,6 +19,7 @@ x alone, bit for bit. Sums of int8 are exact, so they are the same on every proc
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -29,7 +30,6 @@ from numba.extending import intrinsic
 from baton.engine.core.pages import LINE
 from baton.engine.cpu.features import FEATURES
 from baton.engine.cpu.primitives import fetch
-from baton.engine.model.linear import INT4_GROUP
 
 # Numbers of a register, registers of sums for each row, and rows: all sums and a step's numbers of W are in registers.
 LANES, VECTORS, ROWS = (16, 2, 14) if "avx512f" in FEATURES else (8, 2, 6) if "avx2" in FEATURES else (4, 4, 6)
@@ -133,8 +133,6 @@ VNNI = {"avx512vnni", "avx512vl"} <= FEATURES or "avxvnni" in FEATURES
 PAIRS = not VNNI and ("avx512bw" if LANES == 16 else "avx2") in FEATURES
 INT8 = Kind(4, I32, I32, INTS, _dot_int8 if VNNI else _add_pairs_int8) if VNNI or PAIRS else Kind(1, I8, I8, INTS, _multiply_int8)
 ADDED = 0 if PAIRS else 128  # to numbers of x in int8, which makes them unsigned
-# Of int4: int32s that hold a group's numbers, eight each; rows, of which one kind of sums stays in registers.
-WORDS, INT4_ROWS = INT4_GROUP // 8, 8 if "avx512f" in FEATURES else 2
 KINDS = {types.float32: FLOAT32, types.uint16: BFLOAT16, types.int8: INT8}
 
 
@@ -163,23 +161,25 @@ def add_rows(
         )
         step, steps = (builder.udiv(count, I64(kind.group)) for count in (x_stride, depth))
         numbers, panel = builder.bitcast(numbers, kind.given.as_pointer()), builder.bitcast(panel, kind.loaded.as_pointer())
-
-        def tile(first: Any, count: int, meanwhile: Callable[[Any, int], None] | None = None) -> None:
-            nth = [builder.add(first, I64(r)) for r in range(count)]
-            begin, xs, end = (
-                [builder.gep(array, [builder.mul(stride, row)]) for row in nth]
-                for array, stride in ((before, before_stride), (numbers, step), (after, after_stride))
-            )
-            sums = _sums(builder, kind, [vectors(builder, place, kind.total) for place in begin], xs, panel, steps, meanwhile)
-            for row, place in zip(sums, end, strict=True):
-                store_row(builder, row, place)
-
+        arrays = (before, before_stride), (numbers, step), (after, after_stride)
         following = builder.bitcast(builder.gep(panel, [builder.mul(steps, I64(OUTS))]), I8.as_pointer())
-        _over_rows(builder, rows, tile, following, steps, OUTS * SIZES[kind.loaded])
+        _over_rows(builder, rows, partial(_tile, builder, kind, arrays, panel, steps), following, steps, OUTS * SIZES[kind.loaded])
         return context.get_dummy_value()
 
     int64 = types.int64
     return types.void(before, int64, x, int64, panel, int64, int64, after, int64), generate
+
+
+def _tile(
+    builder: Any, kind: Kind, arrays: Iterable[tuple[Any, Any]], panel: Any, steps: Any, first: Any, count: int,
+    meanwhile: Callable[[Any, int], None] | None = None,
+) -> None:  # fmt: skip
+    """`count` rows of `add_rows`, from `first` on. `arrays`: where the first row of `before`, of x and of `after` begins, and strides."""
+    nth = [builder.add(first, I64(r)) for r in range(count)]
+    begin, xs, end = ([builder.gep(array, [builder.mul(stride, row)]) for row in nth] for array, stride in arrays)
+    sums = _sums(builder, kind, [vectors(builder, place, kind.total) for place in begin], xs, panel, steps, meanwhile)
+    for row, place in zip(sums, end, strict=True):
+        store_row(builder, row, place)
 
 
 def _over_rows(builder: Any, rows: Any, tile: Callable[..., None], following: Any, steps: Any, size: int) -> None:
@@ -187,25 +187,9 @@ def _over_rows(builder: Any, rows: Any, tile: Callable[..., None], following: An
     `following` into the caches, as much as they read themselves: `steps` times `size` bytes."""
     whole, left, groups = builder.udiv(rows, I64(ROWS)), builder.urem(rows, I64(ROWS)), builder.udiv(steps, I64(UNROLLED))
     lines = max(1, UNROLLED * size // LINE)  # of a group of steps
-
-    def over(count: Any, start: Callable[[Any], Any], each: int) -> None:
-        """The ith tile brings `each` lines with every group of steps, from the line `start(i)` on."""
-
-        def one(i: Any, none: list[Any]) -> list[Any]:
-            begin = start(i)
-
-            def ahead(group: Any, nth: int) -> None:
-                if nth < each:
-                    line = builder.add(begin, builder.add(builder.mul(group, I64(each)), I64(nth)))
-                    fetch(builder, builder.gep(following, [builder.mul(line, I64(LINE))]))
-
-            tile(builder.mul(i, I64(ROWS)), ROWS, ahead)
-            return none
-
-        repeat(builder, count, [], one)
-
+    one = partial(_whole_tile, builder, tile, following)
     if BUSY == 1:
-        over(whole, lambda i: builder.mul(builder.urem(i, I64(lines)), groups), 1)
+        repeat(builder, whole, [], partial(one, 1, lambda i: builder.mul(builder.urem(i, I64(lines)), groups)))
         switch(builder, left, range(1, ROWS), lambda count: tile(builder.sub(rows, left), count))
         return
     # Two tiles of 3 to 5 rows take less time than a whole one and one of 1 to 3.
@@ -214,17 +198,35 @@ def _over_rows(builder: Any, rows: Any, tile: Callable[..., None], following: An
     # If there are enough tiles, each brings a part: memory that is asked for all at once is waited for.
     many = builder.icmp_unsigned(">=", whole, I64(lines))
     part = builder.udiv(builder.mul(groups, I64(lines)), builder.select(many, whole, I64(1)))
-    over(builder.select(many, whole, I64(0)), lambda i: builder.mul(i, builder.add(part, I64(1))), 1)
-    over(builder.select(many, I64(0), whole), lambda _: I64(0), lines)
+    repeat(builder, builder.select(many, whole, I64(0)), [], partial(one, 1, lambda i: builder.mul(i, builder.add(part, I64(1)))))
+    repeat(builder, builder.select(many, I64(0), whole), [], partial(one, lines, lambda _: I64(0)))
+    times, begun = builder.select(halved, I64(2), I64(1)), builder.mul(whole, I64(ROWS))
+    repeat(builder, times, [begun], partial(_last_tile, builder, rows, tile))
 
-    def rest(_: Any, begun: list[Any]) -> list[Any]:
-        count = builder.sub(rows, begun[0])
-        half = builder.lshr(builder.add(count, I64(1)), I64(1))
-        count = builder.select(builder.icmp_unsigned(">=", count, I64(ROWS)), half, count)
-        switch(builder, count, range(1, ROWS), lambda number: tile(begun[0], number))
-        return [builder.add(begun[0], count)]
 
-    repeat(builder, builder.select(halved, I64(2), I64(1)), [builder.mul(whole, I64(ROWS))], rest)
+def _whole_tile(
+    builder: Any, tile: Callable[..., None], following: Any, lines: int, start: Callable[[Any], Any], i: Any, none: list[Any]
+) -> list[Any]:
+    """The ith tile, which brings that many lines with every group of steps, from the line `start(i)` on."""
+    ahead = partial(_fetch, builder, following, lines, start(i))
+    tile(builder.mul(i, I64(ROWS)), ROWS, ahead)
+    return none
+
+
+def _fetch(builder: Any, following: Any, lines: int, start: Any, group: Any, nth: int) -> None:
+    """What a tile brings at the nth step of a group."""
+    if nth < lines:
+        line = builder.add(start, builder.add(builder.mul(group, I64(lines)), I64(nth)))
+        fetch(builder, builder.gep(following, [builder.mul(line, I64(LINE))]))
+
+
+def _last_tile(builder: Any, rows: Any, tile: Callable[..., None], _: Any, begun: list[Any]) -> list[Any]:
+    """The rows that are left or, if they are enough for a whole tile, half of them. Returns with which row the next one begins."""
+    count = builder.sub(rows, begun[0])
+    half = builder.lshr(builder.add(count, I64(1)), I64(1))
+    count = builder.select(builder.icmp_unsigned(">=", count, I64(ROWS)), half, count)
+    switch(builder, count, range(1, ROWS), partial(tile, begun[0]))
+    return [builder.add(begun[0], count)]
 
 
 @intrinsic
@@ -263,82 +265,17 @@ def step_rows(context: Any, sums: Any, rows: Any, steps: Any, bias: Any, out: An
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, rows, steps, bias, out, out_stride, some = arguments_of(context, builder, signature, arguments)
-        begin = vectors(builder, bias, FLOATS)
-
-        def row(r: Any) -> list[Any]:
-            step = spread(builder, builder.load(builder.gep(steps, [r])))
-            return [fused(builder, first, total, step) for total, first in zip(row_of(builder, sums, r, FLOATS), begin, strict=True)]
-
+        row = partial(_stepped, builder, sums, steps, vectors(builder, bias, FLOATS))
         store_rows(builder, rows, row, out, out_stride, some)
         return context.get_dummy_value()
 
     return types.void(sums, types.int64, steps, bias, out, types.int64, types.int64), generate
 
 
-@intrinsic
-def add_groups(context: Any, x: Any, width: Any, panel: Any, scales: Any, offsets: Any, rows: Any, groups: Any, sums: Any) -> Any:
-    """`sums[r, o] = Σ_g scales[g, o] · (offsets[r, g] + Σ x[r, k] · panel[k, o])` for the INT4_GROUP ks of each of some groups, 1 or more.
-
-    For 1 to INT4_ROWS rows of int8, `width` numbers apart; `offsets` lie `width // INT4_GROUP` apart, sums OUTS. The panel is
-    `[groups, WORDS, OUTS]`: each int32 holds eight numbers of 0 to 15 of one row of W, in its byte b those of k = b (low half) and b + 4.
-    Scales are bfloat16.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        numbers, width, panel, scales, offsets, rows, groups, out = arguments_of(context, builder, signature, arguments)
-
-        def case(count: int) -> None:
-            starts = [builder.mul(width, I64(r)) for r in range(count)]
-            xs = [builder.gep(numbers, [each]) for each in starts]
-            begins = [builder.gep(offsets, [builder.udiv(each, I64(INT4_GROUP))]) for each in starts]
-            for r, row in enumerate(_scaled_sums(builder, xs, begins, panel, scales, groups)):
-                store_row(builder, row, builder.gep(out, [I64(r * OUTS)]))
-
-        switch(builder, rows, range(1, INT4_ROWS + 1), case)
-        return context.get_dummy_value()
-
-    int64 = types.int64
-    return types.void(x, int64, panel, scales, offsets, int64, int64, sums), generate
-
-
-def _scaled_sums(builder: Any, x: list[Any], offsets: list[Any], panel: Any, scales: Any, groups: Any) -> list[list[Any]]:
-    """The loop over groups; sums `[rows][VECTORS]`. `x`, `offsets`: where each row's begin."""
-    entry, loop, after = builder.block, builder.append_basic_block("group"), builder.append_basic_block("after")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    g = builder.phi(I64)
-    totals = [[builder.phi(FLOATS) for _ in range(VECTORS)] for _ in x]
-    begin = [[spread(builder, builder.load(builder.gep(each, [g])))] * VECTORS for each in offsets]
-    whole = [[ir.Constant(SHORTS, [0] * SHORTS.count)] * VECTORS for _ in x] if PAIRS else begin
-    for word in range(WORDS):
-        at = builder.add(builder.mul(g, I64(WORDS)), I64(word))
-        packed = vectors(builder, builder.gep(panel, [builder.mul(at, I64(OUTS))]), INTS)
-        for half in range(2):
-            place = builder.add(builder.mul(at, I64(8)), I64(4 * half))
-            shifted = [builder.lshr(each, _all(4 * half)) for each in packed] if half else packed
-            for r, start in enumerate(x):
-                whole[r] = add_nibbles(builder, whole[r], shifted, builder.gep(start, [place]))
-    if PAIRS:
-        whole = [
-            [builder.add(first, added_pairs(builder, each)) for first, each in zip(*row, strict=True)]
-            for row in zip(begin, whole, strict=True)
-        ]
-    bits = vectors(builder, builder.gep(scales, [builder.mul(g, I64(OUTS))]), ir.VectorType(I16, LANES))
-    steps = [widened(builder, each) for each in bits]
-    added = [
-        [fused(builder, total, builder.sitofp(each, FLOATS), step) for total, each, step in zip(row, sums, steps, strict=True)]
-        for row, sums in zip(totals, whole, strict=True)
-    ]
-    following = builder.add(g, I64(1))
-    builder.cbranch(builder.icmp_signed("<", following, groups), loop, after)
-    g.add_incoming(I64(0), entry)
-    g.add_incoming(following, loop)
-    for row, then in zip(totals, added, strict=True):
-        for phi, value in zip(row, then, strict=True):
-            phi.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), entry)
-            phi.add_incoming(value, loop)
-    builder.position_at_end(after)
-    return added
+def _stepped(builder: Any, sums: Any, steps: Any, begin: list[Any], r: Any) -> list[Any]:
+    """A row of `step_rows`."""
+    step = spread(builder, builder.load(builder.gep(steps, [r])))
+    return [fused(builder, first, total, step) for total, first in zip(row_of(builder, sums, r, FLOATS), begin, strict=True)]
 
 
 def add_nibbles(builder: Any, totals: list[Any], packed: list[Any], x: Any) -> list[Any]:
@@ -362,27 +299,32 @@ def _sums(
     builder: Any, kind: Kind, sums: list[list[Any]], x: list[Any], panel: Any, steps: Any, meanwhile: Callable[[Any, int], None] | None
 ) -> list[list[Any]]:
     """The loop, from sums `[rows][VECTORS]` to sums. `x`: where each row begins. `meanwhile(i, j)` is done at step i · UNROLLED + j."""
-
-    def step(k: Any, totals: list[Any]) -> list[Any]:
-        weights = vectors(builder, builder.gep(panel, [builder.mul(k, I64(OUTS))]), ir.VectorType(kind.loaded, LANES))
-        numbers = [spread(builder, builder.load(builder.gep(start, [k]), align=1)) for start in x]
-        pairs = [(w, number) for number in numbers for w in weights]
-        return [kind.add(builder, total, w, number) for total, (w, number) in zip(totals, pairs, strict=True)]
-
-    def several(i: Any, totals: list[Any]) -> list[Any]:
-        first = builder.mul(i, I64(UNROLLED))
-        for nth in range(UNROLLED):
-            if meanwhile:
-                meanwhile(i, nth)
-            totals = step(builder.add(first, I64(nth)), totals)
-        return totals
-
+    step = partial(_step, builder, kind, x, panel)
     groups, totals = builder.udiv(steps, I64(UNROLLED)), [total for row in sums for total in row]
-    totals = repeat(builder, groups, totals, several)
+    totals = repeat(builder, groups, totals, partial(_steps, builder, step, meanwhile))
     if UNROLLED > 1:
         done = builder.mul(groups, I64(UNROLLED))
         totals = repeat(builder, builder.sub(steps, done), totals, lambda i, each: step(builder.add(done, i), each))
     return [totals[r * VECTORS : (r + 1) * VECTORS] for r in range(len(sums))]
+
+
+def _steps(
+    builder: Any, step: Callable[..., list[Any]], meanwhile: Callable[[Any, int], None] | None, i: Any, totals: list[Any]
+) -> list[Any]:
+    """The ith group of steps."""
+    first = builder.mul(i, I64(UNROLLED))
+    for nth in range(UNROLLED):
+        if meanwhile:
+            meanwhile(i, nth)
+        totals = step(builder.add(first, I64(nth)), totals)
+    return totals
+
+
+def _step(builder: Any, kind: Kind, x: list[Any], panel: Any, k: Any, totals: list[Any]) -> list[Any]:
+    weights = vectors(builder, builder.gep(panel, [builder.mul(k, I64(OUTS))]), ir.VectorType(kind.loaded, LANES))
+    numbers = [spread(builder, builder.load(builder.gep(start, [k]), align=1)) for start in x]
+    pairs = [(w, number) for number in numbers for w in weights]
+    return [kind.add(builder, total, w, number) for total, (w, number) in zip(totals, pairs, strict=True)]
 
 
 def repeat(builder: Any, count: Any, starts: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
@@ -435,6 +377,11 @@ def vectors(builder: Any, place: Any, kind: Any) -> list[Any]:
     return [vector(builder, builder.gep(place, [I64(v * LANES)]), kind) for v in range(VECTORS)]
 
 
+def starts_of(builder: Any, first: Any, stride: Any, count: int) -> list[Any]:
+    """Where each of `count` rows begins."""
+    return [builder.gep(first, [builder.mul(stride, I64(r))]) for r in range(count)]
+
+
 def row_of(builder: Any, sums: Any, row: Any, kind: Any) -> list[Any]:
     """The sums of a row in a panel."""
     return vectors(builder, builder.gep(sums, [builder.mul(row, I64(OUTS))]), kind)
@@ -462,16 +409,16 @@ def store_rows(
 
     def each(r: Any, none: list[Any]) -> list[Any]:
         place = builder.gep(out, [builder.mul(r, out_stride)])
-
-        def copy(o: Any, none: list[Any]) -> list[Any]:
-            builder.store(builder.load(builder.gep(spare, [o])), builder.gep(place, [o]))
-            return none
-
         store(builder, row(r), builder.select(whole, place, spare))
-        repeat(builder, builder.select(whole, I64(0), some), [], copy)
+        repeat(builder, builder.select(whole, I64(0), some), [], partial(_copy, builder, spare, place))
         return none
 
     repeat(builder, rows, [], each)
+
+
+def _copy(builder: Any, source: Any, target: Any, i: Any, none: list[Any]) -> list[Any]:
+    builder.store(builder.load(builder.gep(source, [i])), builder.gep(target, [i]))
+    return none
 
 
 def store_normal_row(builder: Any, row: list[Any], place: Any) -> None:

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.cpu import amx, int4
+from baton.engine.cpu.group_tile import GROUP_ROWS
 from baton.engine.cpu.panels import CHUNK
-from baton.engine.cpu.tile import INT4_ROWS, OUTS
+from baton.engine.cpu.tile import OUTS
 from baton.engine.model.linear import INT4_GROUP
 from baton.engine.model.ops import Ops
 
@@ -14,7 +15,7 @@ FLOATS = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 4), (3, 20), (OUTS, INT4_GROUP), (130, 200), (700, 96), (2 * OUTS + 1, 4100)]
 THREADS = (1, 3)
 MOST = max(THREADS) * max(CHUNK, amx.CHUNK) + 5  # rows that threads divide, and round in more than one part if there is one thread
-BATCHES = sorted({1, 2, INT4_ROWS - 1, INT4_ROWS, INT4_ROWS + 1, 2 * INT4_ROWS + 1, int4.TILES_FROM, CHUNK, CHUNK + 3, MOST})
+BATCHES = sorted({1, 2, GROUP_ROWS - 1, GROUP_ROWS, GROUP_ROWS + 1, 2 * GROUP_ROWS + 1, int4.TILES_FROM, CHUNK, CHUNK + 3, MOST})
 
 
 @pytest.fixture(params=THREADS, autouse=True)

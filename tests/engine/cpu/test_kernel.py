@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.cpu import decode_attention, draw, experts, groups, int4, int8, kernel, panels, pointwise, span_attention
+from baton.engine.cpu.group_tile import WORDS
 from baton.engine.cpu.kernel import INT, REAL, ArgumentError, floats, int64s, numbers
-from baton.engine.cpu.tile import OUTS, WORDS
+from baton.engine.cpu.tile import OUTS
 
 
 @kernel.kernel(
