@@ -101,7 +101,7 @@ class Tiers(Protocol):
         ...
 
     def save(self, blocks: Seq[tuple[int, bytes]]) -> None:
-        """Of (block, key). Each is given to `saved`."""
+        """Saves blocks, each given as (block, key), and gives each to `saved`."""
         ...
 
     def worth_loading(self, media: Seq[str], compute_s: float | None, now: float) -> int:
@@ -119,16 +119,17 @@ class Tiers(Protocol):
         ...
 
     def arrived(self, number: int) -> Seq[bool]:
-        """Of a load that has not ended: which of its units have arrived."""
+        """Which units of a load that has not ended have arrived."""
         ...
 
     def narrow(self, number: int, most: int) -> None:
-        """Of such a load: none but its first `most` units land any more. Waits for those that are landing at this moment."""
+        """Cuts such a load short: none but its first `most` units land any more. Waits for those that are landing at this moment."""
         ...
 
     def end(self, number: int) -> Seq[bool | None]:
-        """Of a load: which of its units have arrived. No byte of others lands any more, but in the blocks of those that are None: these are
-        being filled at this moment, and are told to `given_back` after that. To be called once for each, landed or not."""
+        """Ends a load. Returns which of its units have arrived. No byte of others lands any more, but in the blocks of those that are
+        None: these are being filled at this moment, and are told to `given_back` after that. To be called once for each load, landed or
+        not."""
         ...
 
     def watch(self, now: float) -> None:
@@ -190,7 +191,7 @@ class Colder:
         self.loaded_tokens = 0
 
     def turn(self, now: float) -> int:
-        """Before each step, and when there is none. Returns how many tokens running sequences have got."""
+        """To be called before each step, and when there is none. Returns how many tokens running sequences have got."""
         self._tiers.watch(now)
         if self._left:
             self.ghosts.left(self._left, now)

@@ -37,8 +37,8 @@ class Grammars(Protocol):
     """What prepares grammars for an engine, and what closes its thinking."""
 
     async def ready(self, grammar: Grammar | None, output: Seq[int], thinking: ThinkingBudget | None = None) -> Matcher:
-        """For a grammar, a budget, or both. `output`: what there is already. Raises GrammarRefused, also if the output does not match, or
-        GrammarsBusy."""
+        """Prepares a grammar, a budget, or both. `output`: what there is already. Raises GrammarRefused, also if the output does not match,
+        or GrammarsBusy."""
         ...
 
 

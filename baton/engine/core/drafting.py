@@ -87,8 +87,8 @@ class Drafter:
         return [self.bound] * len(seqs)
 
     def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
-        """For each of `asks`, guesses of what follows, or none; a `Tree`, if others are of use and it knows some. Once a step, for all its
-        sequences: a model drafts them together."""
+        """Guesses what follows, or nothing, for each of `asks`; a `Tree`, if others are of use and it knows some. It is asked once a step,
+        for all its sequences: a model drafts them together."""
         return [() for _ in asks]
 
     def source(self, seq: Sequence) -> str:
@@ -112,7 +112,7 @@ class Drafter:
 
 @dataclass(slots=True)
 class Pace:
-    """Of one sequence. The chances are exponentially decaying estimates."""
+    """What is known of one sequence. The chances are exponentially decaying estimates."""
 
     first: float  # that a first guess is right
     further: float  # that one is if all before it are
@@ -158,7 +158,7 @@ class Paced(Drafter):
         return max(len(self._paces), self.drafter.remembered)
 
     def ready(self, seq: Sequence) -> bool:
-        """As if it were alone in the step."""
+        """It answers as if the sequence were alone in the step."""
         least = self._least_chance(1, self._beside([seq], 1))
         pace, known = self._pace(seq), len(seq.tokens)
         if least > 1 or pace.ask_at > known or (pace.first < least and pace.try_at > known):
@@ -169,7 +169,7 @@ class Paced(Drafter):
         return False
 
     def most(self, seqs: Seq[Sequence], rows: int) -> Seq[int]:
-        """As many as are worth it, and from time to time one more. A sequence that is to get none takes next to no time here."""
+        """It grants as many as are worth it, and from time to time one more. A sequence that is to get none takes next to no time here."""
         beside = self._beside(seqs, rows)
         least, self._chosen_others = self._least_chance(rows, beside), {}
         if least > 1:
@@ -226,13 +226,14 @@ class Paced(Drafter):
         return [self._pruned(ask.seq, guesses) if isinstance(guesses, Tree) else guesses for ask, guesses in zip(asks, drafts, strict=True)]
 
     def _with_others(self, ask: Ask) -> Ask:
-        """To know them takes time: where none is worth its row, it is asked from time to time how often they would have been right."""
+        """Asks for other choices, too, where some are worth their rows. To know them takes time, so elsewhere it asks only from time to
+        time, to learn how often they would have been right."""
         if (found := self._chosen_others.get(ask.seq)) is not None:
             return Ask(ask.seq, min(ask.most, found[0]), True)
         return replace(ask, others=True) if len(ask.seq.tokens) % OTHERS_ASKED == 0 else ask
 
     def _pruned(self, seq: Sequence, tree: Tree) -> Tree:
-        """With those of the other choices that are worth it. How often they are right, is counted of all."""
+        """Keeps those of the other choices that are worth it. How often they are right is counted for all."""
         self._paces[seq].offered = tuple(other[0] for other in tree.others[: self._others])
         _, counts = self._chosen_others.get(seq, (0, []))
         return Tree.of(tree, [other[:count] for other, count in zip(tree.others, counts, strict=False) if count])
@@ -265,7 +266,7 @@ class Paced(Drafter):
         self.drafter.forget(seq)
 
     def _beside(self, seqs: Seq[Sequence], rows: int) -> Beside:
-        """Of a step with `seqs` and so many rows, in a few levels, so that what follows from it is remembered."""
+        """What a step with `seqs` and so many rows takes beside these, in a few levels, so that what follows from it is remembered."""
         if self._upkeep == NO_UPKEEP:
             return NOTHING_BESIDE
         plain, tokens = self._step.at(rows), sum([len(seq.tokens) for seq in seqs])
@@ -298,7 +299,7 @@ class Paced(Drafter):
         pace.unanswered += 1
 
     def _least_other(self, rows: int, beside: Beside) -> float:
-        """Of another choice, like `_least_chance`."""
+        """Same as `_least_chance`, for another choice."""
         if (least := self._least_others.get((rows, beside))) is None:
             least = least_chance(rows, self.bound, self._step, Drafting(0.0, self._branch_s), beside)
             remember(self._least_others, (rows, beside), least)

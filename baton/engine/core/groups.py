@@ -170,7 +170,7 @@ class Groups:
         return True
 
     def _drop(self, beam: Sequence) -> None:
-        """In any state: it may wait for its first blocks, or have been preempted."""
+        """Drops a beam in any state: it may wait for its first blocks, or have been preempted."""
         self._sequences.pop(beam.id, None)
         self._forget(beam)
         if beam.state is State.RUNNING:

@@ -13,7 +13,7 @@ GROUP_BYTES = NIBBLE_BYTES + GROUP // 8
 
 
 def groups_of(dim: int) -> int:
-    """Of a row of so many numbers."""
+    """How many groups a row of so many numbers has."""
     return -(-dim // GROUP)
 
 

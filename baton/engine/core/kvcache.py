@@ -127,7 +127,7 @@ def _whole_lines(size: int) -> int:
 
 
 def _difference(mine: Any, theirs: Any) -> str:
-    """Of two unequal objects of one dataclass."""
+    """Names the first field that differs, of two unequal objects of one dataclass."""
     differ = [f.name for f in fields(mine) if getattr(mine, f.name) != getattr(theirs, f.name)]
     name = min(differ, key=lambda name: name.endswith("fingerprint"))
     here, there = getattr(mine, name), getattr(theirs, name)
@@ -190,8 +190,8 @@ class Dma(Protocol):
         ...
 
     def channel(self, count: int, stride: int) -> Channel:
-        """For so many blocks at a time, and slots of `stride` bytes, a whole number of words. Raises RuntimeError if the device has no room
-        for it."""
+        """Makes one for so many blocks at a time, and slots of `stride` bytes, a whole number of words. Raises RuntimeError if the device
+        has no room for it."""
         ...
 
 
@@ -227,7 +227,7 @@ class Pool(Protocol):
 
     @property
     def unit_bytes(self) -> int:
-        """Of a unit of a `Carrier`."""
+        """The size of a unit of a `Carrier`."""
         ...
 
     def carrier(self, count: int) -> Carrier:

@@ -42,7 +42,8 @@ class Shelf(Protocol):
     def holds(self, keys: Seq[bytes]) -> list[bool]: ...
 
     def keep(self, blocks: Seq[tuple[int, bytes]]) -> None:
-        """Of (block of the pool, key), pinned. When it returns, the blocks may be reused. Raises ShelfFailed, if it does not hold all."""
+        """Keeps blocks, each given as (block of the pool, key), whose keys are pinned. When it returns, the blocks may be reused. Raises
+        ShelfFailed, if it does not hold all."""
         ...
 
     def read(self, keys: Seq[bytes], take: Callable[[int, memoryview], None]) -> None:
@@ -52,7 +53,7 @@ class Shelf(Protocol):
 
 
 class Unreadable(Exception):
-    """In a step, blocks of `sequence_id` could not be read from the shelf. No sequence of the step has a sampled token."""
+    """Blocks of `sequence_id` could not be read from the shelf in a step. No sequence of the step has a sampled token."""
 
     def __init__(self, sequence_id: str, why: str) -> None:
         super().__init__(f"the KV of {sequence_id} could not be read: {why}")
@@ -89,7 +90,7 @@ class LongContexts:
         self._ending: list[tuple[Sequence, str]] = []
 
     def turn(self, now: float) -> list[tuple[Sequence, str]]:
-        """Before each step. Returns the sequences that cannot go on, and why."""
+        """To be called before each step. Returns the sequences that cannot go on, and why."""
         ending, self._ending = self._ending, []
         running = self._running()
         if why := self._shelf.why_off:
@@ -181,7 +182,7 @@ class LongContexts:
         seq.blocks += self._pool.allocate(max(0, self.window - len(seq.blocks))) or []
 
     def _seat(self, now: float) -> None:
-        """As many as may run stand in the queue, and those that are too late; the others wait aside."""
+        """Puts those that may run into the queue, and those that are too late; the others wait aside."""
         scheduler, free = self._scheduler, self.most - len(self._running())
         for seq in self._queued():
             stands = free > 0 or seq.expires_at <= now

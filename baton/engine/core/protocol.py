@@ -64,7 +64,7 @@ class Chunk:
 
     @property
     def scored(self) -> int:
-        """For how many of its first positions the token that follows is to be scored: it belongs to the prompt."""
+        """How many of its first positions are followed by a token that is to be scored, because it belongs to the prompt."""
         return max(0, min(self.n, self.seq.prompt_len - 1 - self.seq.computed)) if self.seq.unscored else 0
 
     @property

@@ -251,8 +251,8 @@ class Scheduler:
             seq.sealed += 1
 
     def extend_keys(self, seq: Sequence) -> None:
-        """Of the blocks that its tokens fill. It depends on nothing but the sequence, so another thread may call it before the sequence is
-        here."""
+        """Computes the keys of the blocks that its tokens fill. They depend on nothing but the sequence, so another thread may call this
+        before the sequence is here."""
         extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, seq.prompt_len if self._separates_output else None)
 
     def growth(self, seqs: Iterable[Sequence]) -> int:
@@ -312,8 +312,8 @@ class Scheduler:
         return self._longest(seq) > self.pool.num_blocks
 
     def usable_keys(self, seq: Sequence) -> list[bytes]:
-        """Of the blocks that need not be computed if somebody has them. The last known token is always computed here: sampling needs its
-        logits."""
+        """The keys of blocks that need not be computed if somebody has them. The last known token is always computed here: sampling needs
+        its logits."""
         self.extend_keys(seq)
         return seq.keys[: 0 if seq.unscored else (len(seq.tokens) - 1) // self.block_size]
 
@@ -410,14 +410,14 @@ class Scheduler:
         return chunk.samples and chunk.n == 1 and not (chunk.seq.hold or chunk.seq.long) and chunk.seq.params.beams is None
 
     def _room(self, seq: Sequence, guesses: int) -> int:
-        """For how many guesses there is room now: who drafts may write KV of its own for them."""
+        """How many guesses there is room for now: who drafts may write KV of its own for them."""
         missing = self._blocks_for(seq.computed + 1 + guesses) - len(seq.blocks)
         if missing > 0:
             seq.blocks += self.pool.allocate(min(missing, self.pool.available)) or []
         return min(guesses, len(seq.blocks) * self.block_size - seq.computed - 1)
 
     def content(self, seq: Sequence, index: int) -> Content:
-        """Of one of its full blocks."""
+        """The content of one of its full blocks."""
         start = index * self.block_size
         return Content(seq.keys[index - 1] if index else None, tuple(seq.tokens[start : start + self.block_size]))
 

@@ -82,7 +82,7 @@ class DraftCosts:
         self._known: dict[int, Drafting] = {}
 
     def at(self, sequences: int) -> Drafting:
-        """With so many sequences."""
+        """What it takes with so many sequences."""
         if (found := self._known.get(sequences)) is None:
             one = self.one.at(sequences) / sequences
             guess = min(one, max(0.0, self.several.at(sequences) / sequences - one) / (self._most - 1))
@@ -101,7 +101,7 @@ NOTHING_BESIDE = Beside()
 
 
 class Upkeep(NamedTuple):
-    """Of what `Beside` consists, in seconds."""
+    """What `Beside` consists of, in seconds."""
 
     sequence: float = 0.0
     token: float = 0.0  # for each known token of a sequence, which is read once for all of its rows
@@ -116,8 +116,8 @@ Chances = tuple[float, float]  # that the first guess is right, and that a furth
 
 
 def least_chance(rows: int, most: int, step: Line, drafting: Drafting, beside: Beside = NOTHING_BESIDE) -> float:
-    """Of a first guess that may be worth it in a step with so many rows and at most `most` guesses. Above 1, none is, as where a step is
-    bound by computing."""
+    """The least chance of a first guess that may be worth it in a step with so many rows and at most `most` guesses. Above 1, none is, as
+    where a step is bound by computing."""
     return (step.further(rows, most) + drafting.guess + beside.guess) * rows / (step.at(rows) + beside.step)
 
 

@@ -126,7 +126,7 @@ class ToyRunner:
 
 
 def sample(total: int, params: SamplingParams, position: int, vocab_size: int, words: Words | None = None) -> Sampled:
-    """Of the tokens in `words`, the one whose place is (sum + noise) modulo their count."""
+    """Takes the token in `words` whose place is (sum + noise) modulo their count."""
     noise = noise_key(params.seed, position) if params.temperature > 0 else 0
     if words is None:
         token = (total + noise) % vocab_size

@@ -199,7 +199,7 @@ def choice(kind: torch.dtype) -> products.Choice:
 
 
 def _kernels() -> str:
-    """By which two machines' kernels compute the same bits."""
+    """What is the same on two machines whose kernels compute the same bits."""
     return f"kernels for {target()}{' with AMX' if amx.THERE else ''}"
 
 

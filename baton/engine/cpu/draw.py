@@ -48,7 +48,7 @@ def filters(rows: Seq[int], params: Seq[SamplingParams]) -> tuple["npt.NDArray[n
 
 
 def noise_keys(places: Seq[tuple[int, int]]) -> "npt.NDArray[np.int64]":
-    """Of (seed, position)."""
+    """The noise key of each (seed, position)."""
     return np.array([noise_key(seed, position) for seed, position in places], np.uint64).view(np.int64)
 
 

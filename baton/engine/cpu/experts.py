@@ -153,9 +153,12 @@ def combine(y, shares, more, has_more, out, tokens, chosen, width):
 
 @njit
 def _take(x, x_stride, owners, owned, expert, first, some, rows):
-    """Rows of x that the expert owns, up to CHUNK of them, from assignment `first` on. Returns the next assignment, and how many rows.
-    `owners`: the expert of each assignment, or empty if every `step`-th is this one's; `owned`: how many assignments there are in all and
-    for a row, the step, and how many numbers a row has."""
+    """Copies the rows of x that the expert owns into `some`, and their assignments into `rows`: up to CHUNK, from assignment `first` on.
+    Returns the assignment to go on with, and how many rows it copied.
+
+    `owners`: the expert of each assignment. If it is empty, each expert owns every `step`-th assignment. `owned`: how many assignments
+    there are, how many each row has, the step, and how many numbers a row has.
+    """
     (assigned, times, step, width), a, count = owned, first, 0
     while a < assigned and count < CHUNK:
         if len(owners) == 0 or owners[a] == expert:

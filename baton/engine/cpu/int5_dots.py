@@ -195,7 +195,7 @@ def _short(x):
 
 @njit
 def _level(x):
-    """To nearest even, within the levels; the least for NaN. Five bits."""
+    """Rounds to nearest even, within the levels, and NaN to the least. Five bits."""
     within = min(x, MOST) if x > LEAST else LEAST
     return np.uint8(np.float32(within + ROUND).view(np.uint32) & np.uint32(31))
 

@@ -195,7 +195,7 @@ class _Codes(dict[torch.dtype, tuple[Callable[[bytes], None], int]]):
 
 
 def prepare(kind: torch.dtype) -> None:
-    """From now on, kernels for numbers of this type are there before they are called."""
+    """Kernels for numbers of this type are there before they are called, from now on."""
     _prepared.add(kind)
     if kind is torch.bfloat16:
         for codes in itertools.chain.from_iterable(_halved.values()):

@@ -111,7 +111,7 @@ def _wait_for(lock: int) -> None:
 
 
 def place_of(file: Path, half: bool = False) -> Place | None:
-    """For the kernels of a file that compute with float32, or with bfloat16 (`half`). None if they can be kept nowhere."""
+    """Where the kernels of a file are kept that compute with float32, or with bfloat16 (`half`). None if they can be kept nowhere."""
     top = root()
     if top is None:
         return None

@@ -171,7 +171,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _try(kind: torch.dtype, arms: Mapping[str, Multiply]) -> tuple[Choice, float]:
-    """And what share of the time its threads were on a core."""
+    """Tries all arms. Returns the choice, and what share of the time the threads were on a core."""
     began, before = _clocks()
     with torch.inference_mode():
         seconds = measured(arms, torch.float32 if kind == torch.int8 else kind)

@@ -201,7 +201,7 @@ def spot_of(slot, block_stride, scales_stride):
 
 
 def _scaled(rows, scales, at, dim, strides, plain):
-    """In what OUTS rows are to be found, and `at` where: in the pool as they are, or in `plain` as the numbers that they stand for."""
+    """Returns what OUTS rows are read from, and sets `at` to where: the pool or, with what rounded numbers stand for, `plain`."""
 
 
 @overload(_scaled)
