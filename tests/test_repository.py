@@ -648,6 +648,22 @@ def test_files_and_functions_stay_small(path: Path) -> None:
     assert not excesses(path.read_text(), path.relative_to(ROOT).parts[0])
 
 
+def inmost(node: ast.AST, depth: int = 0) -> int:
+    """How many functions are one inside the other, at most."""
+    return max([depth, *(inmost(child, depth + isinstance(child, FUNCTION)) for child in ast.iter_child_nodes(node))])
+
+
+@for_each(sorted((ROOT / "baton" / "engine" / "cpu").glob("*.py")), within)
+def test_what_emits_code_is_not_nested(path: Path) -> None:
+    """Numba wants a function in a function. More than these two, and nobody sees what is emitted when."""
+    assert inmost(parsed(path.read_text())) <= 2
+
+
+def test_a_third_function_inside_two_is_detected() -> None:
+    """Negative control."""
+    assert inmost(parsed("class A:\n def f():\n  if x:\n   def g():\n    def h(): pass")) == 3 and inmost(parsed("def f(): pass")) == 1
+
+
 DEEP = "def f():\n if a:\n  for b in c:\n   with d:\n    try:\n     {}\n    finally:\n     pass"
 
 
