@@ -7,9 +7,9 @@
     client    processor time of who asks, where that shares the cores: request + token * output tokens
     path      time that a request and its first token travel and wait where nothing computes: request
     start     from the start of a worker to its first request: base
-    sharing   how fast one of several busy processes goes, where 1 is as if alone (`baton.simulate.cores.Speeds`): pair, the speed of each
-              of two on two cores that compute prompts, which is also that of all other work; decode, of two whose sequences decode;
-              prompt_beside, of a prompt while the other decodes; decode_beside, of that one meanwhile. One that is 0 is as pair
+    sharing   how fast one of two busy cores goes, where 1 is as if alone (`baton.simulate.cores.Speeds`): pair, while both compute prompts;
+              decode, while both decode; prompt_beside, with a prompt while the other decodes; decode_beside, with a decode meanwhile. One
+              that is 0 is as pair
 
 A step is a sum of what it computes, because a core computes one thing after the other: a constant (what a step costs by itself: weights
 that are read once, a call for each layer), the tokens of prompts (matrices), the pairs of a token with an earlier one (attention), the

@@ -17,10 +17,10 @@ Kind = Literal["prompt", "decode", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """How fast a busy core goes while another is busy, in shares of one alone. None: as `pair`. Raises ValueError for one that is not
-    above 0 and at most 1."""
+    """How fast a busy core goes while another is busy, in shares of one alone. None: as `pair`. What is neither a prompt nor a decode
+    reads little memory: it slows nobody, and nobody slows it. Raises ValueError for one that is not above 0 and at most 1."""
 
-    pair: float = 1.0  # both compute prompts, or one does what is neither a prompt nor a decode
+    pair: float = 1.0  # both compute prompts
     decode: float | None = None  # both decode
     prompt_beside: float | None = None  # a prompt, while the other decodes
     decode_beside: float | None = None  # a decode, while the other computes a prompt
@@ -33,6 +33,8 @@ class Speeds:
 
     def of(self, kind: Kind, other: Kind) -> float:
         """Of one that does `kind`."""
+        if "other" in (kind, other):
+            return 1.0
         special = {
             ("decode", "decode"): self.decode,
             ("prompt", "decode"): self.prompt_beside,
