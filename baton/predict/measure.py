@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
+from typing import TypeVar
 
 import grpc
 
@@ -42,6 +43,7 @@ LEAST_S = 1e-5  # of a difference that is fitted
 LEAST_PROMPT, PACED = 16, 160  # tokens of a prompt that takes no time, and of an answer that takes much
 ROUNDS = 4  # at most, for each that counts
 PAUSE_S = 0.1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,20 +322,17 @@ async def _rounds(asker: Asker, prompt: int, tokens: int, count: int) -> list[tu
     def seconds(every: list[Heard]) -> float:
         return mean((heard.times[-1] - heard.times[0]) / (tokens - 1) if tokens > 1 else heard.times[0] for heard in every)
 
-    made = list[tuple[float, float]]()
-    for _ in range(ROUNDS * count):
+    async def alone_and_both() -> tuple[float, float] | None:
         alone, both = await several(1), await several(2)
-        if len({heard.result.workers["decode"] for heard in both}) == 2:
-            made.append((seconds(alone), seconds(both)))
-        if len(made) == count:
-            break
-    return made
+        return (seconds(alone), seconds(both)) if len({heard.result.workers["decode"] for heard in both}) == 2 else None
+
+    return await _counted(alone_and_both, count)
 
 
 async def _unlike(asker: Asker, prompt: int, count: int) -> list[Unlike]:
     """A round says nothing in which one worker got both, or the answer ended first."""
 
-    async def meanwhile(made: list[Unlike]) -> None:
+    async def meanwhile() -> Unlike | None:
         running, began = asyncio.Event(), time.perf_counter()
         async with asyncio.TaskGroup() as group:
             task = group.create_task(asker.ask(asker.prompt(LEAST_PROMPT), PACED, running.set))
@@ -344,11 +343,18 @@ async def _unlike(asker: Asker, prompt: int, count: int) -> list[Unlike]:
         other = task.result()
         times = [at for at in other.times if start < at <= end]
         if heard.result.workers["decode"] != other.result.workers["decode"] and other.times[-1] > end and len(times) > 1:
-            made.append(Unlike(heard.times[0], (times[-1] - times[0]) / (len(times) - 1), len(times)))
+            return Unlike(heard.times[0], (times[-1] - times[0]) / (len(times) - 1), len(times))
+        return None
 
-    made = list[Unlike]()
+    return await _counted(meanwhile, count)
+
+
+async def _counted(one: Callable[[], Awaitable[T | None]], count: int) -> list[T]:
+    """So many rounds that say something; fewer, if too many say nothing."""
+    made = list[T]()
     for _ in range(ROUNDS * count):
-        await meanwhile(made)
+        if (said := await one()) is not None:
+            made.append(said)
         if len(made) == count:
             break
     return made

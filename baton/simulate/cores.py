@@ -9,7 +9,7 @@ one thing after the other (`Thread`).
 import asyncio
 from collections import deque
 from dataclasses import dataclass, fields
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 ROUNDING_S = 1e-12  # what may be missing of a job that has had its time
 Kind = Literal["prompt", "decode", "other"]
@@ -69,7 +69,7 @@ class Cores:
         if cores < 1:
             raise ValueError(f"{cores} cores: there is at least one")
         speeds = speeds or Speeds()
-        kinds: tuple[Kind, ...] = ("prompt", "decode", "other")
+        kinds: tuple[Kind, ...] = get_args(Kind)
         self._cores = cores
         self._lost = {(kind, other): 1 - speeds.of(kind, other) for kind in kinds for other in kinds}
         self._jobs: list[_Job] = []  # as they came: there are few, and each goes at a speed of its own

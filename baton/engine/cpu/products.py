@@ -94,16 +94,18 @@ def measured(arms: Mapping[str, Multiply], dtype: torch.dtype) -> dict[str, list
 def choice(kind: torch.dtype, threads: int, arm: Callable[[str, Tensor], Multiply], alike: str = "") -> Choice:
     """The choice for such weights. `arm(candidate, matrix)` raises ValueError if the candidate cannot multiply `[OUTS, WIDTH]` here.
     `alike`: what must be the same for the results of one candidate to have the same bits elsewhere."""
-    topic, mine = f"products of {kind}, {alike}, torch {torch.__version__}", None
-    held = agreed(topic)
+    topic = f"products of {kind}, {alike}, torch {torch.__version__}"
+    place = place_of(OWN)
+    file = place.folder / f"products-{_machine(kind, threads):08x}.json" if place else None
+    mine, held = _kept(file) if file else None, agreed(topic)
     if not held:
-        mine = _choice_here(kind, threads, arm)
+        mine = mine or _tried(kind, arm, file)
         held = agreed(topic, mine.by)  # another process may have been faster
     if mine is not None and held == mine.by:
         return mine
     if _can(held, kind, arm):
         return Choice(held, {held: []})
-    mine = mine or _choice_here(kind, threads, arm)
+    mine = mine or _tried(kind, arm, file)
     log.warning("other workers of this cluster multiply %s by %s, which cannot do it here: %s does", kind, held, mine.by)
     return mine
 
@@ -118,11 +120,8 @@ def _can(by: str, kind: torch.dtype, arm: Callable[[str, Tensor], Multiply]) -> 
     return True
 
 
-def _choice_here(kind: torch.dtype, threads: int, arm: Callable[[str, Tensor], Multiply]) -> Choice:
-    place = place_of(OWN)
-    file = place.folder / f"products-{_machine(kind, threads):08x}.json" if place else None
-    if file and (kept := _kept(file)):
-        return kept
+def _tried(kind: torch.dtype, arm: Callable[[str, Tensor], Multiply], file: Path | None) -> Choice:
+    """Tries what multiplies fastest here, and keeps it in the file."""
     arms = _arms(kind, arm)
     first = next(iter(arms))
     untried = Choice(first, {first: []})
