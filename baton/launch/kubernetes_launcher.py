@@ -8,8 +8,9 @@ the new pods have a place, or the old ones are gone. If there is no place in tim
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +21,12 @@ from baton.launch.launcher import PoolManager, ProcessState, Template
 from baton.launch.pods import Conflict, Load, Object, ReleaseName
 
 LOOK_EVERY_S = 0.25
-CONTROLLERS_S = 0.5  # the controllers read from caches, which follow by a moment
+CONTROLLERS_S = 2.0  # the controllers read from caches, which follow by a moment, longer on a busy machine
 CONFLICTS = 10  # with other changes of a Deployment, until it is given up
 GONE_S = 30.0  # on top of a pod's grace, for its node
 Loads = Callable[[], Mapping[str, Load]]
+
+log = logging.getLogger(__name__)
 
 
 def unknown() -> Mapping[str, Load]:
@@ -90,13 +93,15 @@ class KubernetesLauncher(PoolManager):
             size = read.size_of(deployment)
             if only_from not in (None, size):
                 raise taken(role, size)
-            if count < size:
-                await self._shrink(deployment, before, count, only_from)
-            elif count > size:
+            if count > size:
                 await self._grow(deployment, before, count, only_from)
-        return await self._gone(deployment, before, count) if count < size else []
+            if count >= size:
+                return []
+            going = await self._shrink(deployment, before, count, only_from)
+        return await self._gone(deployment, before, count, going)
 
-    async def _shrink(self, deployment: Object, before: list[Object], count: int, only_from: int | None) -> None:
+    async def _shrink(self, deployment: Object, before: list[Object], count: int, only_from: int | None) -> list[str]:
+        """Returns the pods that should go."""
         counted = [pod for pod in before if read.counts(pod)]
         loads = await asyncio.to_thread(self._loads)
         going = read.idlest(counted, loads, len(counted) - count)
@@ -107,6 +112,7 @@ class KubernetesLauncher(PoolManager):
             with contextlib.suppress(BatonError):
                 await asyncio.shield(self._unmark(counted, going))
             raise
+        return going
 
     async def _mark(self, counted: list[Object], going: list[str]) -> None:
         """Makes these pods the first ones to go."""
@@ -116,9 +122,9 @@ class KubernetesLauncher(PoolManager):
         if going:
             await asyncio.sleep(CONTROLLERS_S)
 
-    async def _unmark(self, counted: list[Object], going: list[str]) -> None:
+    async def _unmark(self, counted: list[Object], names: Collection[str]) -> None:
         for pod in counted:
-            if read.name_of(pod) in going:
+            if read.name_of(pod) in names:
                 given = pod["metadata"].get("annotations", {}).get(read.COST)
                 await self._ask("annotate_pod", read.name_of(pod), {read.COST: given})
 
@@ -155,12 +161,14 @@ class KubernetesLauncher(PoolManager):
             return
         known = {read.name_of(pod) for pod in before}
         counted = [pod for pod in await self._pods(now) if read.counts(pod)]
-        await self._mark(counted, [read.name_of(pod) for pod in counted if read.name_of(pod) not in known])
+        going = [read.name_of(pod) for pod in counted if read.name_of(pod) not in known]
+        await self._mark(counted, going)
         await self._scale(now, read.size_of(deployment), count)
-        await self._gone(now, counted, read.size_of(deployment))
+        await self._gone(now, counted, read.size_of(deployment), going)
 
-    async def _gone(self, deployment: Object, before: list[Object], count: int) -> list[ProcessState]:
-        """Waits until the surplus of `before` is gone. Returns how each ended, as far as its node told in time."""
+    async def _gone(self, deployment: Object, before: list[Object], count: int, going: list[str]) -> list[ProcessState]:
+        """Waits until the surplus of `before` is gone, which is `going` unless Kubernetes has taken others: it takes one first that has
+        stopped being ready. Returns how each ended, as far as its node told in time."""
         last = {read.name_of(pod): pod for pod in before}
         staying: set[str] = set()
 
@@ -172,7 +180,11 @@ class KubernetesLauncher(PoolManager):
             return len(staying) <= count and not (found.keys() & last.keys()) - staying
 
         patience = max(map(read.grace_s, before), default=0.0) + GONE_S
-        if not await until(look, patience):
+        in_time = await until(look, patience)
+        if spared := staying.intersection(going):
+            log.warning("Kubernetes has kept %s, the idlest of %s, and taken others", ", ".join(sorted(spared)), read.role_of(deployment))
+            await self._unmark(before, spared)
+        if not in_time:
             raise BatonError(
                 Reason.DEADLINE, f"{read.role_of(deployment)}: after {patience:g} s pods still end; Kubernetes goes on with it"
             )

@@ -20,7 +20,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.launch.kubernetes_api import connect
 from baton.launch.kubernetes_launcher import KubernetesLauncher
 from baton.launch.launcher import Template
-from baton.launch.pods import Load, ReleaseName, name_of
+from baton.launch.pods import Load, ReleaseName, is_ready, name_of
 from baton.launch.port_forward import reach
 
 pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(2400)]
@@ -54,7 +54,10 @@ def baton(release: Release, *arguments: str, env: Mapping[str, str] = {}, timeou
 
 
 class ReleaseBench:
-    """The decode pool of a release. `busy`: names of pods that shrinking should spare."""
+    """The decode pool of a release. `busy`: names of pods that shrinking should spare.
+
+    A new pod counts as answering only when Kubernetes calls it ready, up to 4 s after the pod itself: whatever their load, it takes those
+    first that it does not call ready."""
 
     role = "decode"
     patience_s = 300.0
@@ -64,6 +67,7 @@ class ReleaseBench:
         self.manager = KubernetesLauncher(named(release), loads=self.loads, place_timeout_s=20.0)
         self._release = release
         self._api = connect()
+        self._ready: set[str] = set()
 
     def loads(self) -> Mapping[str, Load]:
         return {name: (1.0,) for name in self.busy}
@@ -88,6 +92,8 @@ class ReleaseBench:
             said = b"".join(iter(lambda: wire.recv(4096), b""))
         assert b" 200 " in said, said
         [pod] = [pod for pod in self._release.pods(self.role) if name_of(pod) == name]
+        assert name in self._ready or is_ready(pod)
+        self._ready.add(name)
         identity: str = pod["status"]["containerStatuses"][0]["containerID"]
         return identity
 

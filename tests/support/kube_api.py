@@ -22,7 +22,7 @@ NAMESPACE, RELEASE = "models", "baton"
 @dataclass
 class KubeApi:
     """`full`: new pods find no node. `denied`: verb and resource that the caller has no right to. `conflicts`: so many writes of a size
-    come just after another change of the Deployment."""
+    come just after another change of the Deployment. `unready`: pods that go first, as Kubernetes has seen meanwhile."""
 
     sizes: dict[str, int]
     owner: str = "baton"
@@ -32,6 +32,7 @@ class KubeApi:
     conflicts: int = 0
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # verb, resource, name
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
+    unready: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
@@ -85,7 +86,7 @@ class KubeApi:
         there = [self.pods[name] for name in self.names(role)]
         for _ in range(self.sizes[role] - len(there)):
             self._create(role)
-        order = sorted(there, key=first_to_go)
+        order = sorted(there, key=lambda pod: (pod["metadata"]["name"] not in self.unready, first_to_go(pod)))
         for pod in order[: max(0, len(there) - self.sizes[role])]:
             del self.pods[pod["metadata"]["name"]]
 
