@@ -70,7 +70,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
                 inflight=own.inflight,
                 queued=own.queued,
                 registry="reachable" if self._watch.registry_reachable else "away",
-                alarm=self._journal.split.alarm,
+                alarm=self._journal.alarm,
             ),
             workers=await asyncio.gather(*(self._describe(record) for record in self._view.members.records())),
             routers=[worker_pb2.RouterInfo(**asdict(record)) for record in self._peers.together(own)],

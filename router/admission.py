@@ -66,6 +66,7 @@ class Admitted:
 @dataclass(frozen=True, slots=True)
 class Queued:
     ahead: int  # requests that come first
+    wait_s: float | None = field(default=None, compare=False)  # that it is expected to wait; None: nothing has been measured yet
     displaced: tuple[str, ...] = ()  # requests of higher priority numbers, which no longer wait: they must be told
 
 
@@ -165,12 +166,13 @@ class Admission:
             self._admit(request_id, weight)
             self._note_wait(0.0, now)
             return Admitted()
+        wait_s = None if self.pace.held_s is None else self._waits(priority, now, due, weight)[1]
         self._waiting[request_id] = _Waiter(priority, now, due, weight, taken)
         ahead = sum(len(line.waiting) for line in lines)
         line = self._lines.setdefault(priority, _Line())
         line.waiting[request_id] = None
         line.places += taken
-        return Queued(ahead, self._displace(priority, now))
+        return Queued(ahead, wait_s, self._displace(priority, now))
 
     def late_by(self, priority: int = 0, now: float = 0.0, due: Due = ANY_TIME, weight: int = 1) -> float | None:
         """By how many seconds the wait of a new request is too long, less than 0 where only the queue has no room. None: `enter` would not

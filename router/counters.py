@@ -1,9 +1,10 @@
 """The metrics of requests that have ended. What the router's own state shows is read at each scrape (`router.gauges`)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from baton.cluster.metric_table import Number
 from baton.cluster.metrics import Book
+from router.predictions import Prediction
 from router.request import Request, Trace
 from router.slo import Times
 
@@ -27,6 +28,7 @@ class Counters:
         self._stages = book.histograms("baton_router_stage_duration_seconds")
         self._prompt_length = book.histogram("baton_router_request_prompt_tokens")
         self._output_length = book.histogram("baton_router_request_output_tokens")
+        self._predictions = book.histograms("baton_router_prediction_ratio")
         self._paths = book.counters("baton_router_paths_total")
 
     @property
@@ -63,6 +65,10 @@ class Counters:
     def count_path(self, path: tuple[str, str]) -> None:
         """See `router.split.path_of`."""
         self._paths[path].inc()
+
+    def count_predictions(self, predictions: Iterable[Prediction]) -> None:
+        for prediction in predictions:
+            self._predictions[prediction.of].observe(prediction.ratio)
 
     def _count_prompt(self, request: Request, trace: Trace) -> None:
         if request.choice == 0:  # the others have the same prompt

@@ -13,6 +13,8 @@ from baton.cluster.errors import BatonError, Reason
 from router.admission import Admission, Admitted, Due, NotAdmitted, Queued
 from router.journal import Entry
 from router.policy import places
+from router.predictions import Prediction
+from router.request import Trace
 from router.served import ServedModel
 from router.validate import Ask, AskSampling
 
@@ -52,7 +54,7 @@ class Gate:
         slot = self._name(ask)
         turn = self._waiting[slot] = asyncio.get_running_loop().create_future()
         try:
-            await self._enter(slot, turn, ask, self._due(entry.trace.watch.start, ask, deadline))
+            await self._enter(entry.trace, slot, turn, ask, self._due(entry.trace.watch.start, ask, deadline))
             began = self._clock()
             try:
                 yield
@@ -90,10 +92,11 @@ class Gate:
         if self._admission.late_by(ask.priority, now, due, ask.sequences) is not None:
             self._ask(self._name(ask), ask, due, now)
 
-    async def _enter(self, slot: str, turn: "asyncio.Future[None]", ask: Ask, due: Due) -> None:
+    async def _enter(self, trace: Trace, slot: str, turn: "asyncio.Future[None]", ask: Ask, due: Due) -> None:
         now = self._clock()
         self._let_in(self._admission.resize(self._count_places(), now))
-        if isinstance(self._ask(slot, ask, due, now), Admitted):
+        answer = self._ask(slot, ask, due, now)
+        if isinstance(answer, Admitted):
             return
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
@@ -106,6 +109,9 @@ class Gate:
                 raise BatonError(Reason.DEADLINE, "the deadline of the request passed while it waited for admission") from None
             after = self._admission.retry_after(self._clock())
             raise BatonError(Reason.SATURATED, f"waited {longest:g} s for admission", retry_after=after) from None
+        finally:
+            if answer.wait_s is not None and turn.done() and not turn.cancelled():  # who is dropped has waited longer than was expected
+                trace.predictions.append(Prediction("wait", answer.wait_s, self._clock() - now))
 
     def _ask(self, slot: str, ask: Ask, due: Due, now: float) -> Admitted | Queued:
         """Raises SATURATED."""

@@ -142,7 +142,7 @@ class Live:
                 "inflight": self._admission.requests,
                 "queued": self._admission.queued,
                 "degraded": journal.degradation.level,
-                "alarm": journal.split.alarm,
+                "alarm": journal.alarm,
                 "registry": "reachable" if self._watch.registry_reachable else "away",
                 "requests": dict(at_workers.get("", {})),
             },

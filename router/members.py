@@ -342,6 +342,10 @@ class Members:
         computed = (now - member.others_at) / member.token_s if member.token_s and not member.follows else 0.0
         return self._prefills.tokens(member.record) + max(0.0, member.others_tokens - computed)
 
+    def token_s(self, worker: str) -> float:
+        """Seconds that a member takes for each token of a prompt that it computes, about; 0: unknown."""
+        return self._members[worker].token_s
+
     def shared(self, worker: str) -> bool:
         """Whether `prefill_tokens` of a member depends on the time."""
         member = self._members[worker]

@@ -16,6 +16,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.stages import STAGES, Stage, itl
 from router.backlog import ENTRY_BYTES, TOP_BYTES, Backlog
 from router.family import Family
+from router.predictions import Prediction
 from router.uncached import Uncached
 
 MAX_STEPS = 256  # with guesses, that a record of the request keeps
@@ -112,6 +113,7 @@ class Trace:
     retry_refused: bool = False  # the budget of all requests was spent
     first_at: float = 0.0  # when the first token came, on the stopwatch's clock; 0 before
     last_at: float = 0.0
+    predictions: list[Prediction] = field(default_factory=list)
     uncached: Uncached | None = None  # None: the prompt was not computed here, or counts for another answer
     guesses: "Guesses" = field(default_factory=lambda: Guesses())
     gaps: "array[float]" = field(default_factory=lambda: array("d"))  # seconds between successive tokens

@@ -44,6 +44,7 @@ METHODS = (*(name for name in get_args(EngineOptions.model_fields["speculation"]
 POSITIONS = tuple(str(place) for place in range(1, 17))
 TIERS = MEDIA[1:]
 EJECTIONS = ("errors", "digests", "pace")
+PREDICTIONS = ("cached", "wait", "load", "first token")
 PROOFS = ("admitted", "refused", "undecided")
 # Why a planner changes nothing, or not what it would change first.
 REFUSALS = (
@@ -58,6 +59,7 @@ TTFT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.
 TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 DURATION_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 300.0)
 STAGE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+RATIOS = (0.125, 0.25, 0.5, 0.8, 1.25, 2.0, 4.0, 8.0)
 READ_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 SIZE_BYTES = tuple(float(4**power) for power in range(5, 17))  # 1 KiB … 4 GiB
 LENGTH_TOKENS = tuple(float(2**power) for power in range(0, 18))
@@ -185,6 +187,17 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         "baton_router_split_alarm", "gauge", "1", ROUTER,
         "1 while the cluster is set up to hand prompts over, and most that are worth it are not, or by another transport.",
+    ),
+    Metric(
+        "baton_router_prediction_ratio", "histogram", "ratio", ROUTER,
+        "What came over what the router had predicted of a request: cached tokens, its wait for a place, the wait of its prompt at the "
+        "prefill worker, and the time from its sending to its first token.",
+        {"of": PREDICTIONS}, buckets=RATIOS,
+    ),
+    Metric(
+        "baton_router_prediction_bias_ratio", "gauge", "ratio", ROUTER,
+        "The geometric mean of baton_router_prediction_ratio over the last requests: far from 1, the prediction is always wrong.",
+        {"of": PREDICTIONS},
     ),
     Metric(
         "baton_router_retries_total", "counter", "attempts", ROUTER,

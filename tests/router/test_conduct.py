@@ -351,3 +351,19 @@ async def test_saturation_keeps_its_reason() -> None:
     world.workers.faults["d0"].append(Fault(BatonError(Reason.SATURATED, "full")))
     error = await refusal(world, replace(world.request(), tokens=PROMPT, prompt_len=len(PROMPT)))
     assert error.reason is Reason.SATURATED and "router.retry_budget" in error.message
+
+
+@pytest.mark.parametrize("pace", [1, 5])
+async def test_prompts_come_as_the_pace_of_their_worker_says(pace: int) -> None:
+    """And if it changes, the next prompts come later than is expected."""
+    world = World("prefill-0 decode-0")
+    world.token_s = {"prefill-0": 0.65}
+    first, second = await world.serve(), await world.serve()
+    assert first.trace.predictions == [], "nothing is known of it"
+    [load, before], token_s = second.trace.predictions, world.view.members.token_s("prefill-0")
+    assert (load.of, load.predicted, before.of) == ("load", 0.0, "first token") and load.came < 0.01
+    assert before.predicted == pytest.approx(65 * token_s) and before.came == pytest.approx(0.65)
+    world.token_s = {"prefill-0": 0.65 * pace}
+    third = await world.serve()
+    _, after = third.trace.predictions
+    assert after.predicted == pytest.approx(before.predicted) and after.came == pytest.approx(pace * before.came)

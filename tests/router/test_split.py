@@ -92,4 +92,4 @@ def test_the_journal_counts_paths_and_tells_of_the_alarm_once(caplog: pytest.Log
     for _ in range(2 * LEAST + 1):
         end(handoff=NIXL)
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2 and "short" in told[0] and "handed over again" in told[1]
+    assert len(told) == 2 and "short" in told[0] and told[1].startswith("no longer: ") and "short" in told[1]

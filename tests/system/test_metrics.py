@@ -277,7 +277,7 @@ def test_a_real_prometheus_finds_and_scrapes_every_process(live: Cluster, used: 
         for expression in expressions:
             ask(address, expression.replace("$__rate_interval", "1m"))
         loaded = json.loads(fetch(address, "/api/v1/rules"))["data"]["groups"][0]["rules"]
-        assert len(loaded) == 23 and not [rule for rule in loaded if rule["health"] == "err"]
+        assert len(loaded) == 24 and not [rule for rule in loaded if rule["health"] == "err"]
 
 
 @needs_prometheus
