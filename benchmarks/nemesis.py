@@ -399,7 +399,7 @@ def pids(live: Cluster, target: str) -> list[int]:
                 found += [child.pid] if child.name().startswith("redis-server") else []
         return found
     status = live.status()
-    known = status["routers"] if target == "router" else [worker for worker in status["workers"] if worker["role"] == target]
+    known = status["routers"] if target == "router" else [worker for worker in status["workers"] if worker["pool"] == target]
     return [process["pid"] for process in known]
 
 

@@ -104,7 +104,7 @@ def make_service(tokenizer: Tokenizer, journal: Callable[..., Journal], tracer: 
         "prefill-0", "prefill", "x:1", 1, "ready", 1, "host", "toy", "model", tokenizer.fingerprint, 16, 4096, 9999, "tcp",
         Load(credit_tokens=99999),
     )  # fmt: skip
-    view.update([prefill, replace(prefill, name="decode-0", role="decode", address="x:2")], 0.0)
+    view.update([prefill, replace(prefill, name="decode-0", pool="decode", address="x:2")], 0.0)
     return GenerateService(
         model=model,
         text=ModelText(tokenizer),

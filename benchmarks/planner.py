@@ -171,7 +171,7 @@ class Arm:
                 short[to] -= 1
                 short[other] += 1
         pools = {
-            role: sum(w.record.role == role and w.record.state == "ready" for w in self.cluster.fleet.workers.values()) for role in ROLES
+            pool: sum(w.record.pool == pool and w.record.state == "ready" for w in self.cluster.fleet.workers.values()) for pool in ROLES
         }
         asked = {role: max(0 if role == "prefill" else 1, pools[role] + short[role]) for role in ROLES}
         await self.cluster.registry.desire(Pools(asked["prefill"], asked["decode"]))

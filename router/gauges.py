@@ -25,11 +25,11 @@ class Readers:
 
 def tell(book: Book, view: ClusterView, admission: Admission, watch: Watch, tracer: Tracer, readers: Readers, conduct: Conduct) -> None:
     def of_workers(number: Callable[[WorkerRecord], Number]) -> Callable[[], dict[Key, Number]]:
-        return lambda: {(record.name, record.role): number(record) for record in view.members.records()}
+        return lambda: {(record.name, record.pool): number(record) for record in view.members.records()}
 
     def usable() -> dict[Key, Number]:
         sent_to = {record.name for record in (*view.prefill_workers(), *view.decode_workers())}
-        return {(record.name, record.role): int(record.name in sent_to) for record in view.members.records()}
+        return {(record.name, record.pool): int(record.name in sent_to) for record in view.members.records()}
 
     book.read("baton_router_requests_in_flight", lambda: admission.requests)
     book.read("baton_router_requests_queued", lambda: admission.queued)

@@ -26,7 +26,7 @@ from router.watch import Watch
 SAMPLE_EVERY_S = 1.0
 FRESH_S = 0.4  # how long the wanted sizes of the pools are believed
 GONE_S = 60.0  # how long a worker that left without draining is still shown
-MAX_WORKERS = 64  # of one role
+MAX_WORKERS = 64  # of one pool
 MAX_REQUESTS = 64
 MAX_RECENT = 6
 MAX_ERRORS = 8
@@ -157,24 +157,24 @@ class Live:
         }
 
     async def _look_at_workers(self, now: float, at_workers: dict[str, Counter[str]]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """The workers to list, and how many more there are of each role. Those that need attention are always listed."""
+        """The workers to list, and how many more there are of each pool. Those that need attention are always listed."""
         states = self._note_workers(now)
         lost = [name for name, (state, _) in states.items() if state in ("unreachable", "gone")]
         wanted = await self._ask_wanted(now) if lost else None
-        members = Counter(record.role for state, record in states.values() if state not in ("unreachable", "gone"))
-        restarting = {role for role in ("prefill", "decode") if wanted is not None and members[role] < getattr(wanted, role)}
+        members = Counter(record.pool for state, record in states.values() if state not in ("unreachable", "gone"))
+        restarting = {pool for pool in ("prefill", "decode") if wanted is not None and members[pool] < getattr(wanted, pool)}
         shown: list[dict[str, Any]] = []
         listed, unlisted = Counter[str](), Counter[str]()
-        for name in sorted(states, key=lambda name: (states[name][0] == "ready", states[name][1].role != "prefill", name)):
+        for name in sorted(states, key=lambda name: (states[name][0] == "ready", states[name][1].pool != "prefill", name)):
             state, record = states[name]
-            if listed[record.role] >= MAX_WORKERS:
-                unlisted[record.role] += 1
+            if listed[record.pool] >= MAX_WORKERS:
+                unlisted[record.pool] += 1
                 continue
-            listed[record.role] += 1
+            listed[record.pool] += 1
             silent = now - self._answered[name][1] if name in lost else 0.0
-            comes_back = name in lost and record.role in restarting
+            comes_back = name in lost and record.pool in restarting
             shown.append(_worker(record, state, at_workers.get(name, Counter()), silent, comes_back))
-        return sorted(shown, key=lambda worker: (worker["role"] != "prefill", worker["name"])), dict(unlisted)
+        return sorted(shown, key=lambda worker: (worker["pool"] != "prefill", worker["name"])), dict(unlisted)
 
     def _note_workers(self, now: float) -> dict[str, tuple[str, WorkerRecord]]:
         """The state and the last record of each worker: of the members, and of those that have left lately without draining."""
@@ -272,7 +272,7 @@ def _newest(states: list[dict[str, Any]], what: str, by: str, most: int) -> list
 
 def _worker(record: WorkerRecord, state: str, requests: Counter[str], silent: float, restarting: bool) -> dict[str, Any]:
     return {
-        "name": record.name, "role": record.role, "state": state, "incarnation": record.incarnation, "kv_blocks": record.kv_blocks,
+        "name": record.name, "pool": record.pool, "state": state, "incarnation": record.incarnation, "kv_blocks": record.kv_blocks,
         "transport": record.transport, **asdict(record.load), "blocks_in_use": max(0, record.kv_blocks - record.load.free_blocks),
         "requests": dict(requests), "silent": silent, "restarting": restarting, "gpus": [asdict(gpu) for gpu in record.gpus],
         "tiers": [asdict(tier) for tier in record.tiers],

@@ -136,8 +136,8 @@ def _workers(now: Snapshot) -> Fitting:
             worker["name"], state, str(worker["running"]), str(worker["waiting"]), used, str(worker["cached_blocks"]),
             str(worker["leases"]), here,
         )  # fmt: skip
-    for role, count in now["unlisted"].items():
-        table.add_row(f"{count} more", "ready", "", "", "", "", "", Text(role))
+    for pool, count in now["unlisted"].items():
+        table.add_row(f"{count} more", "ready", "", "", "", "", "", Text(pool))
     return table
 
 

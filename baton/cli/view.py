@@ -196,7 +196,7 @@ def _tier(worker: str, tier: dict[str, Any]) -> Text:
 
 
 def _serves(worker: dict[str, Any]) -> list[str]:
-    return worker["roles"] or [worker["role"]]
+    return worker["roles"] or [worker["pool"]]
 
 
 def _start(start: dict[str, Any]) -> Text:

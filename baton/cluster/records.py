@@ -70,7 +70,7 @@ class WorkerRecord:
     """A worker that has joined. It expires unless refreshed."""
 
     name: str
-    role: RoleName  # the role that it was started in, which is its pool
+    pool: RoleName  # the role that it was started in
     address: str  # gRPC host:port
     incarnation: Count  # grows whenever the worker's process restarts
     state: WorkerState
@@ -85,7 +85,7 @@ class WorkerRecord:
     transport: str
     load: Load = field(default_factory=Load)
     metrics: str = ""  # host:port of its /metrics; empty: it has none
-    roles: tuple[RoleName, ...] = ()  # what it serves at this moment; empty: `role`, unless it is `unproven`
+    roles: tuple[RoleName, ...] = ()  # what it serves at this moment; empty: that of its `pool`, unless it is `unproven`
     max_num_seqs: Count = 0  # sequences in one step of its engine; 0: unknown
     eos_token_ids: tuple[Count, ...] = ()  # tokens with which its engine ends an output; empty: unknown, or there are none
     gpus: tuple[GpuRecord, ...] = ()  # those that it uses; empty: none, or nobody can ask them
@@ -106,7 +106,7 @@ class WorkerRecord:
 
     @property
     def serving(self) -> tuple[RoleName, ...]:
-        return () if self.unproven else self.roles or (self.role,)
+        return () if self.unproven else self.roles or (self.pool,)
 
     def serves(self, role: RoleName) -> bool:
         return role in self.serving
@@ -159,7 +159,7 @@ class StartRecord:
     """A worker that is starting, and what it is doing. It expires unless refreshed."""
 
     name: str
-    role: RoleName
+    pool: RoleName
     incarnation: Count
     pid: Count
     host: str

@@ -62,13 +62,13 @@ class Cluster:
             with access.channel() as channel:
                 answer = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=ASK_S)
         workers = [one.record for one in answer.workers if not one.error]
-        if not any(one.role == "decode" for one in workers):
+        if not any(one.pool == "decode" for one in workers):
             raise BatonError(Reason.NO_WORKER, "the cluster has no decode worker that answers")
-        guesses = {one.speculation[0] for one in workers if one.role == "decode" and one.speculation}
+        guesses = {one.speculation[0] for one in workers if one.pool == "decode" and one.speculation}
         return Facts(
             answer.model,
-            sum(one.role == "prefill" for one in workers),
-            sum(one.role == "decode" for one in workers),
+            sum(one.pool == "prefill" for one in workers),
+            sum(one.pool == "decode" for one in workers),
             min(int(one.max_model_len) for one in workers),
             {one.name: int(one.max_num_seqs) for one in workers},
             min((one for one in guesses if one != "none"), default=""),
@@ -104,7 +104,7 @@ class Opened:
         except grpc.RpcError:
             return Looked()
         workers = [
-            Held(one.role == "decode", one.running, one.waiting, one.free_blocks, one.kv_blocks, self._facts.max_num_seqs.get(one.name, 0))
+            Held(one.pool == "decode", one.running, one.waiting, one.free_blocks, one.kv_blocks, self._facts.max_num_seqs.get(one.name, 0))
             for one in answer.workers
             if one.state in ("ready", "draining")
         ]

@@ -64,7 +64,7 @@ def _look(cluster: SimulatedCluster) -> Looked:
     workers = []
     for one in cluster.fleet.workers.values():
         load, record = one.load_now(), one.record
-        workers.append(Held(record.role == "decode", load.running, load.waiting, load.free_blocks, record.kv_blocks, record.max_num_seqs))
+        workers.append(Held(record.pool == "decode", load.running, load.waiting, load.free_blocks, record.kv_blocks, record.max_num_seqs))
     return looked(sum(router.admission.queued for router in cluster.routers), workers)
 
 

@@ -164,10 +164,10 @@ class Controller:
         if counts and (self._newest is None or counts[-1].number != self._newest[0]):
             self._newest = counts[-1].number, now
         names = {record.name for record in members}
-        coming = {(one.name, one.role) for one in starts if one.name not in names}
+        coming = {(one.name, one.pool) for one in starts if one.name not in names}
         unproven = {record.name for record in members if record.unproven and record.state == "ready"}  # they serve nobody yet, either
-        coming |= {(record.name, record.role) for record in members if record.name in unproven}
-        starting: dict[str, int] = {role: sum(its == role and self._sizing.in_pool(name, role) for name, its in coming) for role in ROLES}
+        coming |= {(record.name, record.pool) for record in members if record.name in unproven}
+        starting: dict[str, int] = {pool: sum(its == pool and self._sizing.in_pool(name, pool) for name, its in coming) for pool in ROLES}
         workers = tuple(self._worker(record, now) for record in members if record.name not in unproven)
         self._since = {key: at for key, at in self._since.items() if key[0] in names}
         self.planner.model = _fitting(self._model, members)
@@ -179,7 +179,7 @@ class Controller:
         since = self._since.setdefault((record.name, record.incarnation, serves), now)
         for key in [key for key in self._since if key[0] == record.name and key[1:] != (record.incarnation, serves)]:
             del self._since[key]
-        pool = record.role if self._sizing.in_pool(record.name, record.role) else ""
+        pool = record.pool if self._sizing.in_pool(record.name, record.pool) else ""
         load, draining = record.load, record.state == "draining"
         return Worker(record.name, pool, serves, since, draining, load.running + load.waiting, load.waiting_tokens)
 

@@ -58,7 +58,7 @@ class KubernetesSizing:
             task.add_done_callback(self._changes.discard)
         return ""
 
-    def in_pool(self, worker: str, role: str) -> bool:
+    def in_pool(self, worker: str, pool: str) -> bool:
         """All of the release's are; nobody joins such a cluster from elsewhere."""
         return True
 

@@ -27,7 +27,7 @@ class Sizing(Protocol):
         """Asks for other sizes, if the lease holds and those of before are still wanted. `leaving`: the workers that are to go. Returns why
         that was refused; empty: it was not. Raises RegistryUnavailable, BatonError."""
 
-    def in_pool(self, worker: str, role: str) -> bool:
+    def in_pool(self, worker: str, pool: str) -> bool:
         """Whether the worker is one of those whose number is chosen here."""
 
     async def close(self) -> None: ...
@@ -47,9 +47,9 @@ class RegistrySizing:
         done = await self._registry.plan(lease.who, lease.term, asked.before, asked.pools)
         return "" if done else "this planner does not lead any more, or somebody has asked for other sizes"
 
-    def in_pool(self, worker: str, role: str) -> bool:
+    def in_pool(self, worker: str, pool: str) -> bool:
         """Hosts that joined give their workers other names."""
-        return re.fullmatch(rf"{role}-\d+", worker) is not None
+        return re.fullmatch(rf"{pool}-\d+", worker) is not None
 
     async def close(self) -> None:
         pass

@@ -57,13 +57,13 @@ class Sizes:
         return Limits(self.max_num_seqs, tokens, max_queue=self.max_queue, batching=self.batching, batch_wait_s=self.batch_wait_s)
 
 
-def worker(name: str, role: RoleName, sizes: Sizes) -> WorkerRecord:
+def worker(name: str, pool: RoleName, sizes: Sizes) -> WorkerRecord:
     size = sizes.block_size
-    blocks = sizes.decode_kv_blocks if role == "decode" and sizes.decode_kv_blocks else sizes.kv_blocks
+    blocks = sizes.decode_kv_blocks if pool == "decode" and sizes.decode_kv_blocks else sizes.kv_blocks
     load = Load(credit_tokens=blocks * size, free_blocks=blocks)
     return WorkerRecord(
-        name, role, f"{name}:1", 1, "ready", 1, "host", "model", "model", TOKENIZER, size, sizes.max_model_len, blocks, "model",
-        load, roles=(role,), max_num_seqs=sizes.max_num_seqs,
+        name, pool, f"{name}:1", 1, "ready", 1, "host", "model", "model", TOKENIZER, size, sizes.max_model_len, blocks, "model",
+        load, roles=(pool,), max_num_seqs=sizes.max_num_seqs,
     )  # fmt: skip
 
 
@@ -139,8 +139,8 @@ class SimulatedCluster:
         """`cores`: which all processes share; None: each has its own. `large`: routers hear of workers as `baton.simulate.onlooker` has
         it, a token takes no processor time of a router or of a worker beside its steps, and steps are jumped over
         (`baton.simulate.jumps`), unless `jumps` is False or cores are shared: then the simulation takes longer, and is the same."""
-        roles: tuple[tuple[RoleName, int], ...] = (("prefill", sizes.prefill), ("decode", sizes.decode))
-        self.records = [worker(f"{role}-{number}", role, sizes) for role, size in roles for number in range(size)]
+        pools: tuple[tuple[RoleName, int], ...] = (("prefill", sizes.prefill), ("decode", sizes.decode))
+        self.records = [worker(f"{pool}-{number}", pool, sizes) for pool, size in pools for number in range(size)]
         self.registry = MemoryRegistry(now=loop_time)
         if large:
             times = replace(times, router=(times.router[0], 0.0), worker=(times.worker[0], 0.0))

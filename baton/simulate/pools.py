@@ -72,7 +72,7 @@ class SimulatedPools:
 
     def _reconcile(self, pool: RoleName, size: int) -> None:
         fleet = self._cluster.fleet.workers
-        there = sorted((name for name, one in fleet.items() if one.record.role == pool and name not in self._draining), key=_number)
+        there = sorted((name for name, one in fleet.items() if one.record.pool == pool and name not in self._draining), key=_number)
         coming = sorted((name for name in self._starting if name.startswith(f"{pool}-")), key=_number)
         surplus = len(there) + len(coming) - size
         for _ in range(-surplus):

@@ -68,7 +68,7 @@ class ModelledWorker:
         self.prompts = Prompts()
         self._told: dict[Sequence, asyncio.Queue[Told]] = {}  # what steps brought
         times = fleet.times
-        pace = times.decode_pace if record.role == "decode" and times.decode_pace else times.pace
+        pace = times.decode_pace if record.pool == "decode" and times.decode_pace else times.pace
         runner = ModelledRunner(pace, record.kv_blocks, record.block_size, record.max_model_len)
         listener = Listener(lambda outputs: None, self._on_cache, self._on_failure)
         self.engine = ModelledEngine(runner, fleet.limits, listener, self._on_told, fleet.cores, number, fleet.jumps)

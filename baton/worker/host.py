@@ -82,21 +82,21 @@ class Host:
     server: Server
     address: str
 
-    def __init__(self, config: Config, role: RoleName, stop: Stop) -> None:
-        """`role`: the one that the worker serves at its start, and whose pool it belongs to. `WorkerProcess` sets `roles`."""
+    def __init__(self, config: Config, pool: RoleName, stop: Stop) -> None:
+        """`pool`: the one that the worker belongs to, and the role that it serves at its start. `WorkerProcess` sets `roles`."""
         if not config.cluster.key:
             raise ConfigError("cluster.key: every worker needs the cluster's key (BATON_CLUSTER_KEY); `baton up` generates one")
         if not config.model.path:
             raise ConfigError("model.path: no model is given (BATON_MODEL_PATH)")
         self.config = config
-        self.role = role
-        self.pool_config: PoolConfig = getattr(config, role)
-        self.name = process_name(role)
+        self.pool = pool
+        self.pool_config: PoolConfig = getattr(config, pool)
+        self.name = process_name(pool)
         # Microseconds since the epoch: grows with every restart, on any host whose clock is not set back.
         self.incarnation = draw_incarnation()
         self.key = mac_key(config.cluster.key)
         self.stage = Stage.STARTING
-        self.mounts = Mounts(self.name, role, proven=not config.cluster.prove_workers)
+        self.mounts = Mounts(self.name, pool, proven=not config.cluster.prove_workers)
         self._unproved = ""  # why the last proof failed
         self.prompts = Prompts()
         self.roles: Mapping[RoleName, Role] = {}
@@ -104,8 +104,8 @@ class Host:
         self._registry = connect_registry(config)
         self._membership = Membership(self._registry, self.describe, config.redis.heartbeat_s, stop.fail)
         self.model_name = config.model.served_name or Path(config.model.path).name
-        self.tracer = make_tracer(config.telemetry, config.cluster.name, role, self.name)
-        self.book = Book(role, self.name, self.model_name)
+        self.tracer = make_tracer(config.telemetry, config.cluster.name, pool, self.name)
+        self.book = Book(pool, self.name, self.model_name)
         self._meter = Meter(self.book, self._membership, self.tracer)
         self._metrics = MetricsServer(config, Exposition(self.book, self.look), lambda: self.stage is Stage.READY, Guard(config))
         self._publisher: Publisher | None = None
@@ -116,7 +116,7 @@ class Host:
         self._stall = Stall(HUNG_S)
         self._held = 0  # leases, as of the last look: without a new look the load stays equal, so readers see that it is not news
         self.tasks = Tasks(stop.fail)
-        self.recorder = Recorder(config, self.name, role, digest_of(taped.MODULES))
+        self.recorder = Recorder(config, self.name, pool, digest_of(taped.MODULES))
         stop.witness = self.recorder.dump
 
     async def open(self) -> None:
@@ -130,14 +130,14 @@ class Host:
             self._meter.watch(self._gpus)
             self._closers.callback(self._gpus.stop)
             self._gpus.start()
-        self._starting = starting = Starting(self.name, self.role, self.incarnation, self._registry, self.config.redis.heartbeat_s)
+        self._starting = starting = Starting(self.name, self.pool, self.incarnation, self._registry, self.config.redis.heartbeat_s)
         self.tasks.start(starting.run(), "starting")
         self._closers.push_async_callback(starting.leave)
-        if not fits(self.config, self.role, usable_cores()):
+        if not fits(self.config, self.pool, usable_cores()):
             os.environ.setdefault(*SLEEP_SOON)  # read when torch is loaded, which is now
         listener = Listener(self._on_step, self._on_cache, self._stop.fail, self._on_batch)
         given = await asyncio.to_thread(options, self.config, self.pool_config.gpus)  # it asks a driver
-        self._tiers = tiers = make_tiers(self.config.tiers, lasting_name(self.role))
+        self._tiers = tiers = make_tiers(self.config.tiers, lasting_name(self.pool))
         self.recorder.refused = f"its engine is {given.engine.kind}"  # unless it is ours
         agreement = Agreement(self._registry, self.config.redis.heartbeat_s)
         self.engine = engine = await start_engine(given, listener, starting.tell, tiers, self._follow, agreement.ask)
@@ -278,7 +278,7 @@ class Host:
         traits = self.engine.traits
         return WorkerRecord(
             name=self.name,
-            role=self.role,
+            pool=self.pool,
             address=self.address,
             incarnation=self.incarnation,
             state=self._state,

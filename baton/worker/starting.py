@@ -18,8 +18,8 @@ LINE_EVERY_S = 5.0  # of the log, after the first line of each step
 
 
 class Starting:
-    def __init__(self, name: str, role: RoleName, incarnation: int, registry: Registry, heartbeat_s: float) -> None:
-        self._name, self._role, self._incarnation = name, role, incarnation
+    def __init__(self, name: str, pool: RoleName, incarnation: int, registry: Registry, heartbeat_s: float) -> None:
+        self._name, self._pool, self._incarnation = name, pool, incarnation
         self._step = Step("starting")
         self._logged_at = 0.0
         self._logged: set[str] = set()  # steps
@@ -40,7 +40,7 @@ class Starting:
         cpu_s = await asyncio.to_thread(processor_s, os.getpid())
         return StartRecord(
             self._name,
-            self._role,
+            self._pool,
             self._incarnation,
             os.getpid(),
             socket.gethostname(),

@@ -589,7 +589,7 @@ def shown(width: int, **status: Any) -> str:
 def test_status_is_readable_at_any_terminal_width(width: int) -> None:
     load = {"running": 3, "waiting": 0, "free_blocks": 12345, "cached_blocks": 678, "leases": 2}
     worker = {
-        "name": "decode-0", "role": "decode", "roles": ["prefill", "decode"], "state": "ready", "address": "127.0.0.1:34567",
+        "name": "decode-0", "pool": "decode", "roles": ["prefill", "decode"], "state": "ready", "address": "127.0.0.1:34567",
         "pid": 1234567, "incarnation": 1763790000123456, "kv_blocks": 23456, "transport": "auto", "speculation": ["none"], "load": load,
         "tiers": [
             asdict(TierRecord("host", "on", "", 90, 100, 8, 7, 1.25, 0.5)), asdict(TierRecord("disk", "failed", "it is full", 0, 500)),
@@ -610,7 +610,7 @@ def test_status_is_readable_at_any_terminal_width(width: int) -> None:
 
 def test_status_shows_what_a_worker_serves_not_what_it_was_started_for() -> None:
     load = {"running": 0, "waiting": 0, "free_blocks": 1, "cached_blocks": 0, "leases": 0}
-    worker = {"name": "w", "role": "prefill", "state": "ready", "address": "a", "pid": 1, "kv_blocks": 1, "transport": "tcp", "load": load}
+    worker = {"name": "w", "pool": "prefill", "state": "ready", "address": "a", "pid": 1, "kv_blocks": 1, "transport": "tcp", "load": load}
     worker |= {"speculation": ["prompt_lookup", "prediction"], "tiers": []}
     for roles, told in (([], "prefill"), (["decode"], "decode")):
         lines = shown(180, workers=[{**worker, "roles": roles}]).splitlines()
@@ -619,7 +619,7 @@ def test_status_shows_what_a_worker_serves_not_what_it_was_started_for() -> None
 
 def test_status_shows_what_became_of_quantised_matrices() -> None:
     load = {"running": 0, "waiting": 0, "free_blocks": 1, "cached_blocks": 0, "leases": 0}
-    worker = {"name": "w", "role": "decode", "roles": [], "state": "ready", "address": "a", "pid": 1, "kv_blocks": 1, "transport": "tcp"}
+    worker = {"name": "w", "pool": "decode", "roles": [], "state": "ready", "address": "a", "pid": 1, "kv_blocks": 1, "transport": "tcp"}
     worker |= {"load": load, "speculation": [], "tiers": []}
     forms = "3 computed as stored, 1 dequantised"
     assert f"matrices: {forms}" in shown(180, workers=[worker, {**worker, "matrices": forms}])

@@ -15,7 +15,7 @@ from baton.cli import top
 from baton.cli.view import MARKS
 
 WORKER = {
-    "name": "decode-0", "role": "decode", "state": "ready", "incarnation": 1, "kv_blocks": 100, "transport": "nixl", "running": 2,
+    "name": "decode-0", "pool": "decode", "state": "ready", "incarnation": 1, "kv_blocks": 100, "transport": "nixl", "running": 2,
     "waiting": 1, "free_blocks": 50, "credit_tokens": 1, "cached_blocks": 7, "leases": 3, "waiting_tokens": 0, "blocks_in_use": 50,
     "requests": {"decode": 11, "bypass": 2}, "silent": 0.0, "restarting": False,
 }  # fmt: skip

@@ -32,7 +32,7 @@ KEY = bytes(range(16))
 def record(name: str = "prefill-0", incarnation: int = 7, **changes: Any) -> WorkerRecord:
     facts = WorkerRecord(
         name=name,
-        role="prefill",
+        pool="prefill",
         address="127.0.0.1:5000",
         incarnation=incarnation,
         state="ready",
@@ -146,7 +146,7 @@ async def world(request: pytest.FixtureRequest, cluster: str) -> AsyncIterator[W
 
 async def test_every_client_sees_a_worker_that_joined(world: World) -> None:
     assert await world.registry.members() == []
-    two, one = record("b", load=Load(running=3, free_blocks=9)), record("a", role="decode", state="draining")
+    two, one = record("b", load=Load(running=3, free_blocks=9)), record("a", pool="decode", state="draining")
     await world.registry.join(two)
     await world.registry.join(one)
     assert await world.other.members() == [one, two]
@@ -337,7 +337,7 @@ async def test_routers_join_and_leave_apart_from_workers_of_the_same_name(world:
         json.dumps(json.loads(record("bad").to_json()) | {"incarnation": "7"}).encode(),
         json.dumps(json.loads(record("bad").to_json()) | {"incarnation": True}).encode(),
         json.dumps(json.loads(record("bad").to_json()) | {"kv_blocks": -1}).encode(),
-        json.dumps(json.loads(record("bad").to_json()) | {"role": "king"}).encode(),
+        json.dumps(json.loads(record("bad").to_json()) | {"pool": "king"}).encode(),
         json.dumps(json.loads(record("bad").to_json()) | {"load": []}).encode(),
         json.dumps(json.loads(record("bad").to_json()) | {"load": {"running": None}}).encode(),
     ],
@@ -582,7 +582,7 @@ small = st.integers(0, 2**64 - 1)
 records = st.builds(
     WorkerRecord,
     name=st.text(),
-    role=st.sampled_from(["prefill", "decode"]),
+    pool=st.sampled_from(["prefill", "decode"]),
     address=st.text(),
     incarnation=small,
     state=st.sampled_from(["ready", "draining"]),

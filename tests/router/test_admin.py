@@ -354,7 +354,7 @@ async def test_status_lists_workers_that_are_starting(house: tuple[House, Any]) 
     await house[0].registry.join(StartRecord("d1", "decode", 7, 42, "host", "compiling kernels", 5, 24, "", 1.5))
     told = read_status(await house[1].Status(pb.StatusRequest(), timeout=20))
     assert told["starts"] == [
-        {"name": "d1", "role": "decode", "incarnation": 7, "pid": 42, "host": "host", "step": "compiling kernels", "done": 5, "total": 24}
+        {"name": "d1", "pool": "decode", "incarnation": 7, "pid": 42, "host": "host", "step": "compiling kernels", "done": 5, "total": 24}
         | {"unit": "", "cpu_s": 1.5}
     ]
     house[0].registry.available = False
@@ -416,7 +416,7 @@ async def test_a_cache_of_any_size_arrives_page_by_page(house: tuple[House, Any]
     assert all(len(page.keys) <= PAGE_KEYS for page in pages)
 
 
-@pytest.mark.parametrize("change", [{"role": "king"}, {"state": "gone"}])
+@pytest.mark.parametrize("change", [{"pool": "king"}, {"state": "gone"}])
 async def test_an_answer_that_is_not_a_record_is_refused(house: tuple[House, Any], change: dict[str, str]) -> None:
     known = house[0].says
     assert known is not None

@@ -92,7 +92,7 @@ async def test_workers_are_sorted_and_have_the_loads_they_last_reported() -> Non
     house.view.update([record("d0", load=busy), record("p1"), record("p0")], house.now)
     told = (await house.look())["workers"]
     assert [worker["name"] for worker in told] == ["p0", "p1", "d0"]
-    assert told[2]["role"] == "decode" and told[2]["blocks_in_use"] == 600 and told[2]["kv_blocks"] == 1000 and told[2]["running"] == 2
+    assert told[2]["pool"] == "decode" and told[2]["blocks_in_use"] == 600 and told[2]["kv_blocks"] == 1000 and told[2]["running"] == 2
 
 
 async def test_a_workers_tiers_are_those_of_its_record() -> None:

@@ -20,9 +20,9 @@ PROMPT = 160
 
 
 def worker(name: str, **load: int) -> WorkerRecord:
-    role: RoleName = "prefill" if name.startswith("p") else "decode"
+    pool: RoleName = "prefill" if name.startswith("p") else "decode"
     told = Load(**{"credit_tokens": BLOCK * BLOCKS, **load})
-    return WorkerRecord(name, role, f"{name}:1", 1, "ready", 1, "host", "small", "model", "tokenizer", BLOCK, 4096, BLOCKS, "tcp", told)
+    return WorkerRecord(name, pool, f"{name}:1", 1, "ready", 1, "host", "small", "model", "tokenizer", BLOCK, 4096, BLOCKS, "tcp", told)
 
 
 def cluster(*workers: WorkerRecord, cached: dict[str, int] | None = None, tiers: dict[str, int] | None = None) -> ServedModel:

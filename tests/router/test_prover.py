@@ -54,7 +54,7 @@ class House:
 
 
 def unproven(record: WorkerRecord, incarnation: int = 1) -> WorkerRecord:
-    return replace(record, roles=(), proving=(record.role,), incarnation=incarnation)
+    return replace(record, roles=(), proving=(record.pool,), incarnation=incarnation)
 
 
 def prove(act: Callable[[House], Awaitable[None]], sizes: tuple[int, int] = (1, 1), **how: Any) -> House:
@@ -98,7 +98,7 @@ def test_clusters_of_any_shape_come_up(sizes: tuple[int, int]) -> None:
 
 def test_prefill_workers_wait_for_one_that_decodes() -> None:
     async def act(house: House) -> None:
-        house.join(*(record for record in house.fresh if record.role == "prefill"))
+        house.join(*(record for record in house.fresh if record.pool == "prefill"))
         await asyncio.sleep(5.0)
         assert not house.serving() and not house.workers[0].asked
         house.join()

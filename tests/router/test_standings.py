@@ -17,10 +17,10 @@ NOBODY = {("nobody", 0)}  # who excludes anybody is answered by a walk over all 
 
 
 def worker(name: str, longest: int = BLOCK * BLOCKS) -> WorkerRecord:
-    role: RoleName = "prefill" if name.startswith("p") else "decode"
+    pool: RoleName = "prefill" if name.startswith("p") else "decode"
     load = Load(credit_tokens=BLOCK * BLOCKS)
     return WorkerRecord(
-        name, role, f"{name}:1", 1, "ready", 1, "host", "small", "model", "tokenizer", BLOCK, longest, BLOCKS, "tcp", load, max_num_seqs=4
+        name, pool, f"{name}:1", 1, "ready", 1, "host", "small", "model", "tokenizer", BLOCK, longest, BLOCKS, "tcp", load, max_num_seqs=4
     )
 
 

@@ -20,9 +20,9 @@ KEY = b"k" * 16
 
 
 def worker(name: str, **fields: Any) -> WorkerRecord:
-    role: RoleName = "prefill" if name.startswith("p") else "decode"
+    pool: RoleName = "prefill" if name.startswith("p") else "decode"
     return replace(
-        WorkerRecord(name, role, f"{name}:1", 1, "ready", 1, "host", MODEL, "model", TOKENS, 16, 1024, 100, "tcp", Load()), **fields
+        WorkerRecord(name, pool, f"{name}:1", 1, "ready", 1, "host", MODEL, "model", TOKENS, 16, 1024, 100, "tcp", Load()), **fields
     )
 
 

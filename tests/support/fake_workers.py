@@ -22,10 +22,10 @@ EOS = 256
 
 
 def record(name: str, **fields: Any) -> WorkerRecord:
-    """A usable worker; the first letter of its name decides its role."""
-    role: RoleName = "prefill" if name.startswith("p") else "decode"
+    """A usable worker; the first letter of its name decides its pool."""
+    pool: RoleName = "prefill" if name.startswith("p") else "decode"
     load = Load(credit_tokens=10_000)
-    whole = WorkerRecord(name, role, f"{name}:1", 1, "ready", 1, "host", MODEL, "model", TOKENIZER, 16, 4096, 1000, "tcp", load)
+    whole = WorkerRecord(name, pool, f"{name}:1", 1, "ready", 1, "host", MODEL, "model", TOKENIZER, 16, 4096, 1000, "tcp", load)
     return replace(whole, **{"eos_token_ids": (EOS,), "forks": True, **fields})
 
 
@@ -199,7 +199,7 @@ class FakeWorkers:
     async def probe(self, worker: WorkerRecord, timeout_s: float) -> Answer:
         if (stalled_s := self.alive.get(worker.name)) is None:
             raise BatonError(Reason.WORKER_LOST, "connection refused")
-        return Answer("ready", worker.load, (worker.role,), stalled_s)
+        return Answer("ready", worker.load, (worker.pool,), stalled_s)
 
     def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
         holder = self.leases.get(handle, (worker.name, request_id, 0))

@@ -82,8 +82,8 @@ class Cluster:
         files: dict[str, Any] = {name: Path(file) if name != "server_name" else file for name, file in known["tls"].items()}
         return Access(self.admin, Identity(tls=bool(files), api_key=known["token"], **files), (NO_PROXY,)).channel()
 
-    def workers(self, role: str | None = None) -> list[dict[str, Any]]:
-        return [worker for worker in self.status()["workers"] if role in (None, worker["role"])]
+    def workers(self, pool: str | None = None) -> list[dict[str, Any]]:
+        return [worker for worker in self.status()["workers"] if pool in (None, worker["pool"])]
 
     def incarnation(self, name: str) -> int:
         """Raises StopIteration while no worker of that name is ready."""
@@ -91,14 +91,14 @@ class Cluster:
         return int(next(found)["incarnation"])
 
     def counted(self, name: str) -> dict[str, float]:
-        """The sum of a counter over the workers of each role, once none is left that has to prove itself: that computes tokens, too."""
+        """The sum of a counter over the workers of each pool, once none is left that has to prove itself: that computes tokens, too."""
         self.wait(lambda: all(worker.get("state") == "ready" for worker in self.workers()))
         sums: dict[str, float] = {}
         for worker in self.workers():
             with urllib.request.urlopen(f"http://{worker['metrics']}/metrics", timeout=30) as answer:
                 lines = answer.read().decode().splitlines()
             found = sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
-            sums[worker["role"]] = sums.get(worker["role"], 0.0) + found
+            sums[worker["pool"]] = sums.get(worker["pool"], 0.0) + found
         return sums
 
     def worker_pid(self, name: str) -> int:

@@ -145,7 +145,7 @@ def test_a_client_generated_from_the_proto_alone_works(served: Processes, tmp_pa
 def test_sigterm_drains_each_process_while_its_requests_finish(slow: Processes) -> None:
     prompt = [[1] * 1000, [2] * 100, [3] * 100]
     during_prefill = Asking(slow, prompt[0], max_tokens=4)
-    slow.hand.wait(lambda: any(worker["role"] == "prefill" and worker["load"]["running"] for worker in workers(slow.admin)))
+    slow.hand.wait(lambda: any(worker["pool"] == "prefill" and worker["load"]["running"] for worker in workers(slow.admin)))
     slow.prefill.terminate()
     slow.hand.wait(lambda: "draining" in slow.hand.log("prefill_worker"))
     assert not during_prefill.tokens, "the prefill finished before the signal, so the test proves nothing"

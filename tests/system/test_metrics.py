@@ -66,7 +66,7 @@ class Scrape:
 
 def scrape(live: Cluster) -> dict[Role, Scrape]:
     """Scrapes a cluster with one worker of each role."""
-    workers = {worker["role"]: worker["metrics"] for worker in live.workers()}
+    workers = {worker["pool"]: worker["metrics"] for worker in live.workers()}
     addresses = {"router": live.status()["endpoints"]["metrics"], **workers}
     return {role: Scrape(fetch(address, "/metrics")) for role, address in addresses.items()}
 

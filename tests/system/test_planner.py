@@ -75,7 +75,7 @@ class Offered:
 
 
 def serving(live: Cluster, role: str) -> set[str]:
-    return {worker["name"] for worker in live.status()["workers"] if role in (worker.get("roles") or [worker["role"]])}
+    return {worker["name"] for worker in live.status()["workers"] if role in (worker.get("roles") or [worker["pool"]])}
 
 
 async def until(live: Cluster, role: str, count: int, load: "asyncio.Task[None]") -> set[str]:

@@ -111,17 +111,17 @@ class RayCluster:
         def there() -> bool:
             with suppress(grpc.RpcError):
                 seen[:] = self.workers().values()
-            return Counter(worker["role"] for worker in seen) == Counter(prefill=prefill, decode=decode)
+            return Counter(worker["pool"] for worker in seen) == Counter(prefill=prefill, decode=decode)
 
         until(there, within_s)
         return seen
 
     def until_busy(self, number: int) -> None:
         """Waits until a decode worker of that host has streams."""
-        until(lambda: any(w["load"]["running"] for w in self.workers().values() if w["role"] == "decode" and self.host_of(w) == number))
+        until(lambda: any(w["load"]["running"] for w in self.workers().values() if w["pool"] == "decode" and self.host_of(w) == number))
 
-    def place_of(self, role: str, workers: list[dict[str, Any]]) -> Counter[int]:
-        return Counter(self.host_of(worker) for worker in workers if worker["role"] == role)
+    def place_of(self, pool: str, workers: list[dict[str, Any]]) -> Counter[int]:
+        return Counter(self.host_of(worker) for worker in workers if worker["pool"] == pool)
 
 
 @contextmanager

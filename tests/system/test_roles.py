@@ -48,7 +48,7 @@ def until(live: Cluster, name: str, roles: list[str]) -> None:
 
 
 async def test_a_decode_worker_becomes_a_prefill_worker_and_back(live: Cluster) -> None:
-    names = sorted(name for name, worker in workers(live).items() if worker["role"] == "decode")
+    names = sorted(name for name, worker in workers(live).items() if worker["pool"] == "decode")
     async with live.client() as client:
         running = asyncio.Event()
         streams = [asyncio.create_task(ask(client, apart(i), 150, running)) for i in range(6)]
@@ -83,6 +83,6 @@ async def test_a_decode_worker_becomes_a_prefill_worker_and_back(live: Cluster) 
     ("arguments", "words"), [(("nobody", "decode"), "there is no worker 'nobody'"), (("NAME", "cook"), "must be one or both")]
 )
 def test_an_unknown_worker_or_role_is_refused_by_name(live: Cluster, arguments: tuple[str, str], words: str) -> None:
-    name = next(name for name, worker in workers(live).items() if worker["role"] == "decode")
+    name = next(name for name, worker in workers(live).items() if worker["pool"] == "decode")
     done = live.here("roles", arguments[0].replace("NAME", name), arguments[1], "--name", live.name)
     assert done.returncode != 0 and words in done.stderr

@@ -159,7 +159,7 @@ def test_commands_print_results_and_errors(live: Cluster) -> None:
     assert drawn.returncode == 0 and all(stage in drawn.stderr for stage in ("queue", "prefill", "transfer", "decode"))
     status = json.loads(live.here("status", "--json", "--name", live.name).stdout)
     assert status["endpoints"]["grpc"] == live.grpc and len(status["workers"]) == 4
-    assert {worker["role"] for worker in status["workers"]} == {"prefill", "decode"}
+    assert {worker["pool"] for worker in status["workers"]} == {"prefill", "decode"}
     assert "decode-1" in live.here("status", "--name", live.name).stdout
     refused = live.here("generate", "x", "--max-tokens", "0", "--name", live.name)
     assert refused.returncode == 1 and "max_tokens" in refused.stderr

@@ -147,7 +147,7 @@ def test_the_first_screen_of_the_readme_works(terminal: Terminal, client_alone: 
     up = json.loads(terminal.type("baton", "up", "--detach", *FREE_PORTS, *small))
     assert terminal.type("baton", "generate", PROMPT, "--max-tokens", "20", "--ignore-eos", "--trace").strip()
     status = json.loads(terminal.type("baton", "status", "--json"))
-    assert sorted(worker["role"] for worker in status["workers"]) == ["decode", "prefill"] and status["model"] == "tale"
+    assert sorted(worker["pool"] for worker in status["workers"]) == ["decode", "prefill"] and status["model"] == "tale"
     assert "prefill" in terminal.type("baton", "trace", "--last")
     assert terminal.type("baton", "chat", input="Tell me a story about a hedgehog named Pim.\n").strip()
     snippet = (

@@ -10,11 +10,11 @@ const GAP = 90; // between two pools, where the wires are
 export function showPools(now) {
   const cards = new Map();
   for (const worker of now.workers) cards.set(worker.name, card(worker));
-  for (const role of ["prefill", "decode"]) {
-    const pool = $(role);
+  for (const name of ["prefill", "decode"]) {
+    const pool = $(name);
     for (const old of pool.querySelectorAll(".card")) if (!cards.has(old.dataset.worker)) old.remove();
     pool.querySelector(".more")?.remove();
-    if (now.unlisted[role]) pool.append(make("p", { class: "note more" }, `and ${now.unlisted[role]} more, all ready`));
+    if (now.unlisted[name]) pool.append(make("p", { class: "note more" }, `and ${now.unlisted[name]} more, all ready`));
     pool.hidden = ![...cards.values()].some((element) => element.parentElement === pool);
   }
   const router = $("router").querySelector(".card");
@@ -25,7 +25,7 @@ export function showPools(now) {
 }
 
 function card(worker) {
-  const pool = $(worker.role);
+  const pool = $(worker.pool);
   let element = [...pool.querySelectorAll(".card")].find((each) => each.dataset.worker === worker.name);
   if (!element) {
     element = make("div", { class: "card", "data-worker": worker.name },
@@ -63,7 +63,7 @@ function detail(worker, used) {
     }[worker.state];
   }
   const more = [`KV ${percent(used)} of ${worker.kv_blocks} blocks in use`, `${worker.cached_blocks} cached`];
-  if (worker.role === "decode" && worker.speculation && worker.speculation !== "none") more.push(`guesses: ${worker.speculation}`);
+  if (worker.pool === "decode" && worker.speculation && worker.speculation !== "none") more.push(`guesses: ${worker.speculation}`);
   if (worker.leases) more.push(count(worker.leases, "lease"));
   if (worker.waiting) more.push(`${worker.waiting} wait in its engine`);
   return more.join(" · ");
@@ -117,7 +117,7 @@ function waysInUse(requests) {
 }
 
 function drawWires(now, cards, router) {
-  const workers = (role) => now.workers.filter((worker) => worker.role === role);
+  const workers = (pool) => now.workers.filter((worker) => worker.pool === pool);
   const busy = waysInUse(now.requests);
   const colocated = workers("prefill").length === 0;
   let pairs = workers("prefill").flatMap((one) => [["", one.name], ...workers("decode").map((other) => [one.name, other.name])]);
