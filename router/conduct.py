@@ -4,14 +4,12 @@ back, and says whether a request may be sent again (`router.retry_budget`)."""
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import RoleName, WorkerRecord
 from router.outliers import Ejected, EjectionTerms, Identity, Outliers, Stride
-from router.policy import Choice
 from router.predictions import Prediction
 from router.request import Request
 from router.retry_budget import RetryBudget
@@ -21,13 +19,6 @@ from router.workers import FirstToken
 log = logging.getLogger(__name__)
 GONE = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING})  # the registry will report it a moment later
 LEAST_PROMPT = 32  # tokens that were computed, for a prompt to show a pace
-
-
-class Expected(NamedTuple):
-    """Seconds from the sending of a prompt to its prefill worker."""
-
-    load_s: float  # until it is computed
-    first_s: float  # until its first token
 
 
 class Conduct:
@@ -46,24 +37,24 @@ class Conduct:
         """The names of the workers that are put aside."""
         return frozenset(name for name, _ in self.outliers.aside)
 
-    def expects(self, choice: Choice) -> Expected | None:
-        """What a prompt that has not been sent yet is expected to take at its prefill worker. None: the worker's pace is not known."""
-        waiting, token_s = self._members.prefill_tokens(choice.worker, self._clock()), self._members.token_s(choice.worker)
-        return Expected(waiting * token_s, choice.cost * token_s) if token_s else None
-
-    def prefilled(self, worker: WorkerRecord, request: Request, first: FirstToken, took_s: float, expected: Expected | None) -> None:
-        """A prefill ended well. `took_s`: from the call to its token. It shows a pace if most of the prompt was computed, and nothing
-        was fetched: a few tokens after a long cached prefix cost much more each."""
+    def prefilled(self, worker: WorkerRecord, request: Request, first: FirstToken, took_s: float, cost: float) -> None:
+        """A prefill ended well. `took_s`: from the call to its token. `cost`: tokens, for which the worker was chosen. It shows a pace if
+        most of the prompt was computed, and nothing was fetched: a few tokens after a long cached prefix cost much more each."""
         self._succeeded(worker, "prefill")
-        if expected is not None:
-            request.trace.predictions.append(Prediction("load", expected.load_s, first.wait_ms / 1000))
         computed, fetched = len(request.tokens) - first.cached_tokens, first.fetched_tokens
         if computed >= LEAST_PROMPT and 2 * computed >= len(request.tokens) and not fetched:
-            if expected is not None:
-                request.trace.predictions.append(Prediction("first token", expected.first_s, took_s))
+            self._note_first(worker, request, took_s, cost)
             token_s = max(0.0, took_s - first.wait_ms / 1000) / computed
             self._members.note_prefill(*_identity(worker), token_s)
             self._note_pace(worker, "prefill", token_s, self._members.prefills)
+
+    def _note_first(self, worker: WorkerRecord, request: Request, took_s: float, cost: float) -> None:
+        """A worker that is not chosen for its cost is no prediction."""
+        if self._members.answers(_identity(worker)) is None or cost <= 0:
+            return
+        if first_s := self._members.first_s(worker.name):
+            request.trace.predictions.append(Prediction("first token", first_s * cost, took_s))
+        self._members.note_first(*_identity(worker), took_s / cost)
 
     def decoded(self, worker: WorkerRecord) -> None:
         """A decode call ended well, or its reader has left it."""

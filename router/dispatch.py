@@ -204,13 +204,12 @@ class Dispatcher:
             self._poison.begin(work, request, worker.name, worker.incarnation)
             uncached = len(request.tokens) - choice.overlap_blocks * worker.block_size
             sought = self._seek(request, choice, failed, bypass=False)
-            expected = self.conduct.expects(choice)
             members.start_prefill(work, worker.name, uncached)
             self._model.index.predict(worker.name, self._choosing.keys(request), self._clock() + self._config.predict_ttl_s)
             await self._choosing.turn_to_send(request)
             began = self._clock()
             first = await self._first_token(request, choice, uncached, failed, lease)
-            self.conduct.prefilled(worker, request, first, self._clock() - began, expected)
+            self.conduct.prefilled(worker, request, first, self._clock() - began, choice.cost)
         except BatonError as error:
             self.conduct.failed(worker, "prefill", error)
             await self._blame(request, worker, error, failed, work)

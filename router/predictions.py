@@ -2,8 +2,8 @@
 
     cached        tokens of the prompt that the chosen worker was thought to cache
     wait          seconds that the gate expected a request to wait for its places (`router.admission`)
-    load          seconds that the prompt was expected to wait at the prefill worker, for what is to be computed there before it
-    first token   seconds from its sending to its first token: that wait, and what is left of the prompt to compute
+    first token   seconds from the sending of a prompt to its first token, of which the choice of a worker says that they grow with its
+                  cost: what is to be computed there before it, and what is left of it
 
 A time is compared as (came + FLOOR_S) / (predicted + FLOOR_S), so that one of nothing can be judged and a few milliseconds are no error.
 The bias is the geometric mean of these ratios, the newest with a weight of one 32nd: errors to both sides cancel out, what is always too
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Of = Literal["cached", "wait", "load", "first token"]
+Of = Literal["cached", "wait", "first token"]
 FLOOR_S = 0.005
 FLOOR_TOKENS = 16
 NEWEST = 1 / 32  # weight of the newest request
@@ -76,7 +76,5 @@ def _sentence(of: Of, bias: float) -> str:
             return f"prompts find {bias:.0%} of the cached tokens that are expected (`baton trace` tells why)"
         case "wait":
             return f"requests wait {by} as {'long' if bias > 1 else 'short'} as the gate expects"
-        case "load":
-            return f"prompts wait {by} as {'long' if bias > 1 else 'short'} at prefill workers as is expected"
         case "first token":
             return f"first tokens come {by} as {'late' if bias > 1 else 'soon'} as is expected"

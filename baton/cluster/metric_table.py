@@ -44,7 +44,7 @@ METHODS = (*(name for name in get_args(EngineOptions.model_fields["speculation"]
 POSITIONS = tuple(str(place) for place in range(1, 17))
 TIERS = MEDIA[1:]
 EJECTIONS = ("errors", "digests", "pace")
-PREDICTIONS = ("cached", "wait", "load", "first token")
+PREDICTIONS = ("cached", "wait", "first token")
 PROOFS = ("admitted", "refused", "undecided")
 # Why a planner changes nothing, or not what it would change first.
 REFUSALS = (
@@ -190,8 +190,8 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric(
         "baton_router_prediction_ratio", "histogram", "ratio", ROUTER,
-        "What came over what the router had predicted of a request: cached tokens, its wait for a place, the wait of its prompt at the "
-        "prefill worker, and the time from its sending to its first token.",
+        "What came over what the router had predicted of a request: cached tokens, its wait for a place, and the time from the sending "
+        "of its prompt to its first token.",
         {"of": PREDICTIONS}, buckets=RATIOS,
     ),
     Metric(

@@ -38,7 +38,6 @@ def test_the_table_of_metrics_knows_every_prediction() -> None:
         (Prediction("cached", 1600, 0), "prompts find 1% of the cached tokens that are expected"),
         (Prediction("wait", 0.1, 1.0), "requests wait 9.6 times as long as the gate expects"),
         (Prediction("wait", 1.0, 0.1), "requests wait 9.6 times as short as the gate expects"),
-        (Prediction("load", 0.0, 0.045), "prompts wait 10.0 times as long at prefill workers as is expected"),
         (Prediction("first token", 0.095, 0.395), "first tokens come 4.0 times as late as is expected"),
     ],
 )
@@ -51,7 +50,7 @@ def test_errors_to_both_sides_and_of_a_few_milliseconds_are_no_drift() -> None:
     draw = random.Random(0)
     either = Predictions()
     for _ in range(2000):
-        either.note([Prediction("first token", 1.0, 2.0 ** draw.uniform(-2, 2)), Prediction("load", 0.0, draw.uniform(0, 0.004))])
+        either.note([Prediction("first token", 1.0, 2.0 ** draw.uniform(-2, 2)), Prediction("wait", 0.0, draw.uniform(0, 0.004))])
         assert either.alarm == ""
     assert either.biases["first token"] == pytest.approx(1.0, rel=0.5)
 
