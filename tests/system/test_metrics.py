@@ -28,6 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.client import AsyncClient, GenerateError
 from baton.cluster.metric_table import TABLE, Role
 from baton.launch.ports import Ports
+from baton.uncached import UNCACHED
 from router.proof import PROMPT as PROOF
 
 pytestmark = pytest.mark.system
@@ -130,6 +131,10 @@ def test_the_router_counts_requests_tokens_and_times(used: dict[Role, Scrape]) -
     assert router.sum("baton_router_requests_total", outcome="invalid", reason="INVALID_FIELD") == 1
     assert router.sum("baton_router_requests_total", outcome="cancelled", reason="CANCELLED") == 1
     assert router.sum("baton_router_prompt_tokens_total") == REQUESTS * PROMPT + 3 + 50
+    tokens = {cause: router.sum("baton_router_uncached_tokens_total", cause=cause) for cause in UNCACHED}
+    computed = router.sum("baton_router_prompt_tokens_total") - router.sum("baton_router_cached_tokens_total")
+    assert sum(tokens.values()) == computed and {cause for cause, count in tokens.items() if count} == {"new", "partial"}
+    assert router.sum("baton_router_promised_tokens_total") == router.sum("baton_router_cached_tokens_total") == 0
     assert router.sum("baton_router_time_to_first_token_seconds_count") == REQUESTS + 2
     assert router.sum("baton_router_request_duration_seconds_count") == REQUESTS + 1
     assert router.sum("baton_router_stage_duration_seconds_count", stage="transfer") == REQUESTS

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from live_cluster import Cluster, cluster, toy, toy_output
 
+from baton.answer import CacheReport
 from baton.client import AsyncClient, AsyncStream, GenerateError, Result, Token
 from baton.stages import STAGES
 
@@ -46,8 +47,12 @@ async def test_a_request_passes_through_both_workers(live: Cluster) -> None:
         handoff = result.handoff
         assert handoff["transport"] == "nixl" and handoff["blocks"] == 13 == handoff["digests_checked"]
         assert handoff["bytes"] == 13 * 2 * 16 * 8 * 8 and handoff["recomputed_tokens"] == 0 and not handoff["failure"]
+        assert result.usage.cache == CacheReport(0, 0, (("new", 192), ("partial", 8)))
         again = await ask(client, prompt)
-        assert again.token_ids == result.token_ids and again.usage.cached_tokens > 0
+        assert again.token_ids == result.token_ids and again.usage.cached_tokens == 192
+        assert again.usage.cache == CacheReport(192, 192, (("partial", 8),))
+        other = await ask(client, [*prompt[:100], *range(1, 101)])
+        assert other.usage.cache == CacheReport(96, 96, (("changed", 96), ("partial", 8)), changed_at=96)
     await live.quiet()
 
 
