@@ -188,7 +188,7 @@ class TestHistogram:
 
 # References in other files
 
-GENERATED = ["metric_table", "dashboard", "cli_table", "benchmark_tables", "rooms_picture", "api_fields"]
+GENERATED = ["metric_table", "dashboard", "cli_table", "benchmark_tables", "rooms_picture", "rooms_page", "api_fields"]
 
 
 @pytest.mark.parametrize("script", GENERATED)
