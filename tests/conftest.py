@@ -51,9 +51,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.failures_db = StatusDB()  # type: ignore[attr-defined]
 
 
+class Virtual(VirtualLoop):
+    """In it, no signal comes."""
+
+    def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: object) -> None: ...
+
+    def remove_signal_handler(self, sig: int) -> bool:
+        return False
+
+
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """What a test waits for costs no time, if it is marked so: nothing real is there to be waited for."""
-    return {"virtual": VirtualLoop} if item.get_closest_marker("virtual_time") else {"real": asyncio.new_event_loop}
+    return {"virtual": Virtual} if item.get_closest_marker("virtual_time") else {"real": asyncio.new_event_loop}
 
 
 def pytest_collection_finish() -> None:
