@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "deploy" / "vllm_cpu.py"
 # `vllm bench serve` reads its prompts with pandas. hatchling and editables build what FOLDER adds.
 TESTS = (
-    "editables>=0.5", "hatchling>=1.27", "hypothesis>=6.150", "pandas>=2.2", "pytest>=9.0", "pytest-asyncio>=1.3",
+    "editables>=0.5", "hatchling>=1.27", "hypothesis>=6.150", "pandas>=2.2", "pytest>=9.0", "pytest-asyncio>=1.4",
     "pytest-rerunfailures>=16", "pytest-timeout>=2.4", "pytest-xdist>=3.8",
 )  # fmt: skip
 # vLLM's own NixlConnector, which benchmarks/vllm_*.py put beside Baton's handoff, imports NIXL by this name; it is a few kilobytes.

@@ -1,6 +1,7 @@
 """Settings of the whole suite: Hypothesis examples have no time limit, nothing that a test starts outlives the run, and parallel runs keep
 certain tests in one process."""
 
+import asyncio
 import gc
 import os
 
@@ -10,7 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import left_behind
 import pytest
@@ -19,6 +20,8 @@ from live_cluster import Cluster
 from pytest_rerunfailures import StatusDB
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+from baton.simulate.virtual_time import VirtualLoop
 
 # A busy machine is not a failure. pytest-timeout stops a test that hangs.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -34,6 +37,8 @@ sys.dont_write_bytecode = False
 
 left_behind.watch()
 
+pytest.register_assert_rewrite("engine_contract")  # tests that several files run
+
 # Collecting the tests makes millions of objects that all stay: the garbage collector would look at them again and again, now and later.
 gc.disable()
 
@@ -44,6 +49,20 @@ def pytest_configure(config: pytest.Config) -> None:
     # server in two small packets, and TCP holds the second back until the first has been acknowledged: 40 ms a test.
     if hasattr(config, "workerinput"):
         config.failures_db = StatusDB()  # type: ignore[attr-defined]
+
+
+class Virtual(VirtualLoop):
+    """In it, no signal comes."""
+
+    def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: object) -> None: ...
+
+    def remove_signal_handler(self, sig: int) -> bool:
+        return False
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """What a test waits for costs no time, if it is marked so: nothing real is there to be waited for."""
+    return {"virtual": Virtual} if item.get_closest_marker("virtual_time") else {"real": asyncio.new_event_loop}
 
 
 def pytest_collection_finish() -> None:

@@ -155,18 +155,19 @@ class ModelledEngine(Commands):
     """A `baton.engine.core.contract.ServingEngine` that needs no thread: a task of the event loop steps it."""
 
     def __init__(
-        self, runner: ModelledRunner, limits: Limits, listener: Listener, tell: Callable[[Told], None], cores: Computes | None = None,
-        number: int = 0, jumps: bool = False,
+        self, runner: ModelledRunner, limits: Limits, listener: Listener, tell: Callable[[Told], None] | None = None,
+        cores: Computes | None = None, number: int = 0,
     ) -> None:  # fmt: skip
-        """`tell`: what steps bring, in place of the listener's `on_step`. `number`: its place among engines whose steps end at one moment.
-        `jumps`: steps may be jumped over, and tokens of decodes are told when their sequence ends, or when somebody asks for them (`ask`);
-        needs processor time of its own."""
+        """`number`: its place among engines whose steps end at one moment. With `tell`, and with processor time of its own, steps may be
+        jumped over: then `tell` gets what they bring, in place of the listener's `on_step`, tokens of decodes when their sequence ends, or
+        when somebody asks for them (`ask`); and `on_batch` gets only steps that were not jumped over."""
         max_len = min(runner.max_positions, runner.pool.num_blocks * runner.layout.block_size)
         super().__init__(Engine(runner, limits, max_len), listener)
-        self._runner, self._tell, self.number = runner, tell, number
+        self._runner, self.number = runner, number
         self._cores = None if isinstance(cores, Own) or cores is None else cores
         self._wake = Bell(self._ring)  # type: ignore[assignment]
-        self._jumps = jumps and self._cores is None
+        self._jumps = tell is not None and self._cores is None
+        self._tell = tell or (lambda told: None)
         self._jump: Jump | None = None
         self._untold = Untold()
         self.awaited: set[Sequence] = set()  # sequences whose first token is told at once
@@ -175,6 +176,7 @@ class ModelledEngine(Commands):
         self.changes: Callable[[Jump], None] = lambda jump: None  # called when a jump begins, which may change the prefix cache
         self._laps = self._last = self._preemptions = 0  # `_last`: steps of the last jump
         self._busy_since: float | None = None
+        self._closing = False
         self._sleeping: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the end of what is under way
         self._task: asyncio.Task[None] | None = None
@@ -190,8 +192,9 @@ class ModelledEngine(Commands):
         return self._laps + (self._jump.under_way(self._loop.time()) if self._jump else 0), self._busy_since, None
 
     async def close(self) -> None:
+        self._closing = True
+        self._ring()
         if self._task is not None:
-            self._task.cancel()
             await asyncio.wait([self._task])
 
     def facts(self) -> Facts:
@@ -219,14 +222,17 @@ class ModelledEngine(Commands):
     async def _run(self) -> None:
         try:
             await self._work()
+        except Exception as error:
+            self._listener.on_failure(error)
         finally:
             self._stopped = True
             self._refuse()
 
     async def _work(self) -> None:
-        engine, runner = self._engine, self._runner
-        while True:
+        engine = self._engine
+        while not self._closing:
             while self._commands:
+                self._laps += 1
                 self.touches += 1
                 self._execute()
             if engine.idle:
@@ -238,14 +244,12 @@ class ModelledEngine(Commands):
                 continue
             self._laps += 1
             self.touches += 1
-            runner.step_s = 0.0
-            outputs = engine.step(now)
-            await self._pass(now, runner.step_s)
+            outputs = await self._step(now)
             self._busy_since = None
             self._publish_cache()
             if outputs:
                 self._note(outputs)
-            elif not runner.step_s:
+            elif not self._runner.step_s:
                 await self._sleep(ROOM_S)  # no sequence fits: only a command can change that
 
     def _plain(self, now: float) -> list[float]:
@@ -267,11 +271,18 @@ class ModelledEngine(Commands):
         self._laps += jump.steps
         self._last = jump.steps
 
-    async def _pass(self, began: float, seconds: float) -> None:
+    async def _step(self, began: float) -> list[Output]:
+        counts, runner = self._engine.counts, self._runner
+        chunks, tokens, runner.step_s = counts.chunks, counts.computed_tokens, 0.0
+        outputs = self._engine.step(began)
+        chunks, tokens = counts.chunks - chunks, counts.computed_tokens - tokens
         if self._cores is not None:
-            await self._cores.work(seconds, self._runner.kind)
-        elif seconds > 0:
-            await self._end(began + seconds)
+            await self._cores.work(runner.step_s, runner.kind)
+        elif runner.step_s > 0:
+            await self._end(began + runner.step_s)
+        if chunks:
+            self._listener.on_batch(self._loop.time() - began, tokens, chunks)
+        return outputs
 
     async def _end(self, when: float) -> None:
         """Waits for the end of a step. `_ring` may set another."""
@@ -312,11 +323,10 @@ class ModelledEngine(Commands):
 
     def _note(self, outputs: list[Output]) -> None:
         """A step has ended."""
-        now, untold = self._loop.time(), self._untold
         if not self._jumps:
-            for output in outputs:
-                self._tell(Told(output.seq, () if output.sampled is None else (now,), output))
+            self._listener.on_step(outputs)
             return
+        now, untold = self._loop.time(), self._untold
         if self._engine.counts.preemptions > self._preemptions:
             self._preemptions = self._engine.counts.preemptions
             for seq in [seq for seq in untold.since if seq.state is State.WAITING]:

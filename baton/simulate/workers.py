@@ -16,7 +16,7 @@ from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from baton.cluster.registry import Registry
 from baton.engine.core.block_key import root_key
 from baton.engine.core.contract import CacheEvent, Facts, Listener
-from baton.engine.core.engine import Refused
+from baton.engine.core.engine import Output, Refused
 from baton.engine.core.limits import Limits
 from baton.engine.core.sequence import Finish, Sequence, State
 from baton.profile.file import Profile
@@ -70,8 +70,8 @@ class ModelledWorker:
         times = fleet.times
         pace = times.decode_pace if record.pool == "decode" and times.decode_pace else times.pace
         runner = ModelledRunner(pace, record.kv_blocks, record.block_size, record.max_model_len)
-        listener = Listener(lambda outputs: None, self._on_cache, self._on_failure)
-        self.engine = ModelledEngine(runner, fleet.limits, listener, self._on_told, fleet.cores, number, fleet.jumps)
+        listener = Listener(self._on_step, self._on_cache, self._on_failure)
+        self.engine = ModelledEngine(runner, fleet.limits, listener, self._on_told if fleet.jumps else None, fleet.cores, number)
         if fleet.feed is not None:
             self.engine.changes = partial(fleet.feed.expect, self.engine)
         self.engine.start()
@@ -99,6 +99,11 @@ class ModelledWorker:
         if self._publishing is not None:
             self._publishing.cancel()
         await self.engine.close()
+
+    def _on_step(self, outputs: list[Output]) -> None:
+        ended = (loop_time(),)
+        for output in outputs:
+            self._on_told(Told(output.seq, () if output.sampled is None else ended, output))
 
     def _on_told(self, told: Told) -> None:
         if (queue := self._told.get(told.seq)) is not None:
@@ -169,8 +174,7 @@ class Fleet:
         return not facts.running and not facts.waiting and all(holder != name for holder, _ in self.leases.values())
 
     async def close(self) -> None:
-        for worker in self.workers.values():
-            await worker.close()
+        await asyncio.gather(*(worker.close() for worker in self.workers.values()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from baton.cluster import lifecycle
+from baton.clock import loop_time
 from baton.cluster.config import Config, RedisConfig
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.lifecycle import CANNOT, MOVES, YOUNG, Stage, Stop, move, run, settle
+from baton.cluster.lifecycle import CANNOT, CLOSE_S, MOVES, YOUNG, Stage, Stop, move, run, settle
 from baton.cluster.rpc import Server
 from baton.engine.options import ModelOptions
 from baton.models.make_small import make_toy
@@ -98,6 +98,7 @@ def test_moves_only_lead_forward_and_never_out_of_closed() -> None:
 # Run
 
 
+@pytest.mark.virtual_time
 async def test_a_process_starts_drains_and_closes_in_order() -> None:
     process, stop = Recorded(), Stop()
     task = asyncio.create_task(run(process, stop))
@@ -108,6 +109,7 @@ async def test_a_process_starts_drains_and_closes_in_order() -> None:
     assert await ended(task) == 0 and process.seen == ["start", "drain", "close"]
 
 
+@pytest.mark.virtual_time
 async def test_a_second_stop_request_cuts_the_drain_short() -> None:
     process, stop = Recorded(drain=forever), Stop()
     task = asyncio.create_task(run(process, stop))
@@ -135,6 +137,7 @@ async def test_a_failed_start_closes_and_exits_with_1() -> None:
     assert process.seen == ["start", "close"]
 
 
+@pytest.mark.virtual_time
 async def test_a_failed_drain_closes_and_exits_with_1() -> None:
     process, stop = Recorded(drain=fails(RuntimeError("no"))), Stop()
     task = asyncio.create_task(run(process, stop))
@@ -144,6 +147,7 @@ async def test_a_failed_drain_closes_and_exits_with_1() -> None:
     assert await ended(task) == 1 and process.seen == ["start", "drain", "close"]
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("acts", [{}, {"start": forever}], ids=["serving", "starting"])
 async def test_a_fatal_failure_skips_the_drain(acts: dict[str, Any]) -> None:
     process, stop = Recorded(**acts), Stop()
@@ -156,6 +160,7 @@ async def test_a_fatal_failure_skips_the_drain(acts: dict[str, Any]) -> None:
     assert str(stop.failure) == "the engine is gone"
 
 
+@pytest.mark.virtual_time
 async def test_a_fatal_failure_during_the_drain_cancels_it() -> None:
     process, stop = Recorded(drain=forever), Stop()
     task = asyncio.create_task(run(process, stop))
@@ -167,6 +172,7 @@ async def test_a_fatal_failure_during_the_drain_cancels_it() -> None:
     assert await ended(task) == 1 and process.seen[-2:] == ["drain given up", "close"]
 
 
+@pytest.mark.virtual_time
 async def test_a_second_stop_request_abandons_a_start_that_resists_cancellation() -> None:
     async def stubborn() -> None:
         while True:
@@ -182,9 +188,10 @@ async def test_a_second_stop_request_abandons_a_start_that_resists_cancellation(
     assert process.seen == ["start"], "after one stop request the process waits for the start to clean up"
     stop.ask()
     await until(lambda: process.seen == ["start", "close"])
-    assert await ended(task) == 0
+    assert await ended(task) == 0 and loop_time() < 0.5
 
 
+@pytest.mark.virtual_time
 async def test_a_second_stop_request_cuts_the_closing_short() -> None:
     process, stop, within = Recorded(close=forever), Stop(), list[float]()
     task = asyncio.create_task(run(process, stop, within.append))
@@ -198,12 +205,12 @@ async def test_a_second_stop_request_cuts_the_closing_short() -> None:
     assert len(within) == 2 and within[1] < 1 < within[0], "the second request leaves the process less than a second"
 
 
-async def test_closing_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(lifecycle, "CLOSE_S", 0.1)
+@pytest.mark.virtual_time
+async def test_closing_has_a_time_limit(caplog: pytest.LogCaptureFixture) -> None:
     process, stop = Recorded(close=forever), Stop()
     stop.ask()
     assert await ended(asyncio.create_task(run(process, stop))) == 1
-    assert process.seen[-1] == "close given up" and "closing" in caplog.text
+    assert process.seen[-1] == "close given up" and "closing" in caplog.text and loop_time() == CLOSE_S
 
 
 async def test_an_unexpected_error_while_closing_is_a_failure_with_a_traceback(caplog: pytest.LogCaptureFixture) -> None:

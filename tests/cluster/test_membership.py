@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from baton.clock import loop_time
 from baton.cluster import membership
 from baton.cluster.config import RedisConfig
 from baton.cluster.lifecycle import Stop, run
@@ -23,6 +24,8 @@ from baton.engine.core.block_key import HOST
 from baton.simulate.memory_registry import MemoryRegistry
 
 RECORD = WorkerRecord("d0", "decode", "host:1", 5, "ready", 1, "host", "toy", "model", "tokens", 16, 1024, 100, "tcp", Load())
+
+pytestmark = pytest.mark.virtual_time
 
 
 def events(first: int, last: int) -> list[BlockEvent]:
@@ -75,6 +78,7 @@ async def test_the_record_is_refreshed_and_removed_on_leaving() -> None:
             return any(record.load.running > 8 for record in await worker.registry.members())  # after twice the life of a record
 
         await until(refreshed)
+        assert loop_time() == pytest.approx(8 * worker.heartbeat_s, abs=0.01)
     await worker.membership.leave()
     assert await worker.registry.members() == []
 

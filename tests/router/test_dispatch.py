@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import random
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Load, WorkerRecord
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.toy import naive
-from baton.simulate import virtual_time
 from router import choosing, dispatch, policy
 from router.dispatch import Dispatcher
 from router.policy import choose_prefill
@@ -33,6 +31,8 @@ OUTPUT = 8
 PARAMS = SamplingParams(max_tokens=OUTPUT, temperature=1.0, seed=7, ignore_eos=True)
 FIRST = tied(0)
 LOST = BatonError(Reason.WORKER_LOST, "connection reset")
+
+pytestmark = pytest.mark.virtual_time
 
 
 @dataclass
@@ -50,7 +50,7 @@ class World:
         self.dispatcher = Dispatcher(self.view.models[MODEL], self.workers, self.config)
 
     def request(self, prompt: list[int] = PROMPT, params: SamplingParams = PARAMS, timeout_s: float = 10.0, name: str = FIRST) -> Request:
-        return Request(name, list(prompt), len(prompt), params, "", time.monotonic() + timeout_s, Trace(Stopwatch(time.monotonic)))
+        return Request(name, list(prompt), len(prompt), params, "", loop_time() + timeout_s, Trace(Stopwatch(loop_time)))
 
     async def serve(self, request: Request | None = None) -> tuple[Request, list[int]]:
         """Runs a request to its end and checks that its record of the output is what the client saw."""
@@ -426,10 +426,9 @@ async def test_a_request_continues_if_the_last_decode_worker_comes_back_in_time(
 async def test_a_request_fails_if_the_last_decode_worker_does_not_come_back(tokens: int | None) -> None:
     world = World("p0 d0")
     fail(world, "d0", tokens)
-    began = time.monotonic()
     error, seen = await world.refused()
     assert error.reason is Reason.RETRIES_SPENT and error.metadata == {"tokens_emitted": str(len(seen))}
-    assert len(seen) == 1 + (tokens or 0) and 0.2 <= time.monotonic() - began < 2
+    assert len(seen) == 1 + (tokens or 0) and loop_time() == 0.2
     world.check()
 
 
@@ -466,7 +465,7 @@ async def test_the_deadline_ends_a_hanging_call(where: str) -> None:
     world = World()
     fail(world, where, error=None)
     error, seen = await world.refused(world.request(timeout_s=1.0))
-    assert error.reason is Reason.DEADLINE and len(seen) == (where == "d0")
+    assert error.reason is Reason.DEADLINE and len(seen) == (where == "d0") and loop_time() == 1.0
     assert len(world.workers.released) == (where == "d0")
     world.check()
 
@@ -485,50 +484,43 @@ async def test_the_deadline_ends_the_wait_for_workers() -> None:
     world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=60))
     fail(world, "d0", tokens=1)
     error, seen = await world.refused(world.request(timeout_s=1.0))
-    assert error.reason is Reason.DEADLINE and error.metadata == {"tokens_emitted": "2"} and len(seen) == 2
+    assert error.reason is Reason.DEADLINE and error.metadata == {"tokens_emitted": "2"} and len(seen) == 2 and loop_time() == 1.0
     world.check()
 
 
-def test_who_waits_for_a_decode_worker_is_woken_by_nothing_else() -> None:
+async def test_who_waits_for_a_decode_worker_is_woken_by_nothing_else() -> None:
     """However long that takes, and whatever else changes meanwhile."""
+    reads = 0
 
-    async def main() -> None:
-        reads = 0
+    def clock() -> float:
+        nonlocal reads
+        reads += 1
+        return loop_time()
 
-        def clock() -> float:
-            nonlocal reads
-            reads += 1
-            return loop_time()
-
-        world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=600))
-        world.dispatcher = Dispatcher(world.view.models[MODEL], world.workers, world.config, clock)
-        fail(world, "d0", tokens=2, times=20)
-        requests = [replace(world.request(name=f"r{i}"), deadline=4000.0) for i in range(20)]
-        serving = [asyncio.create_task(world.serve(request)) for request in requests]
-        await asyncio.sleep(1)
-        before = reads
-        for now in range(100):
-            world.view.update([record("p0"), record("d0")], float(now))
-            await asyncio.sleep(5)
-        assert reads == before and not any(task.done() for task in serving)
-        answers(world.view, "d0", 1)
-        assert all(seen == truth(request) for request, seen in await asyncio.gather(*serving))
-        world.check()
-
-    virtual_time.run(main())
+    world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=600))
+    world.dispatcher = Dispatcher(world.view.models[MODEL], world.workers, world.config, clock)
+    fail(world, "d0", tokens=2, times=20)
+    requests = [replace(world.request(name=f"r{i}"), deadline=4000.0) for i in range(20)]
+    serving = [asyncio.create_task(world.serve(request)) for request in requests]
+    await asyncio.sleep(1)
+    before = reads
+    for now in range(100):
+        world.view.update([record("p0"), record("d0")], float(now))
+        await asyncio.sleep(5)
+    assert reads == before and not any(task.done() for task in serving)
+    answers(world.view, "d0", 1)
+    assert all(seen == truth(request) for request, seen in await asyncio.gather(*serving))
+    world.check()
 
 
 @pytest.mark.parametrize(("recover_wait_s", "reason"), [(300.0, Reason.RETRIES_SPENT), (600.0, Reason.DEADLINE)])
-def test_the_wait_for_a_decode_worker_ends_at_its_time(recover_wait_s: float, reason: Reason) -> None:
-    async def main() -> None:
-        world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=recover_wait_s))
-        world.dispatcher = Dispatcher(world.view.models[MODEL], world.workers, world.config, loop_time)
-        fail(world, "d0", tokens=1)
-        error, _ = await world.refused(replace(world.request(), deadline=500.0))
-        assert error.reason is reason and loop_time() == min(recover_wait_s, 500.0)
-        world.check()
-
-    virtual_time.run(main())
+async def test_the_wait_for_a_decode_worker_ends_at_its_time(recover_wait_s: float, reason: Reason) -> None:
+    world = World("p0 d0", RouterConfig(bypass_tokens=8, recover_wait_s=recover_wait_s))
+    world.dispatcher = Dispatcher(world.view.models[MODEL], world.workers, world.config, loop_time)
+    fail(world, "d0", tokens=1)
+    error, _ = await world.refused(replace(world.request(), deadline=500.0))
+    assert error.reason is reason and loop_time() == min(recover_wait_s, 500.0)
+    world.check()
 
 
 FULL = Load(waiting=256)
@@ -539,11 +531,10 @@ async def test_a_cluster_that_stays_full_refuses_the_request_after_the_wait(prom
     """No prompt is computed without a decode worker for it, and waiting is not a retry."""
     world = World(config=RouterConfig(bypass_tokens=8, queue_timeout_s=0.1))
     world.view.update([record("p0"), record("d0", load=FULL)], 1.0)
-    began = time.monotonic()
     request = world.request(prompt)
     error, seen = await world.refused(request)
     assert error.reason is Reason.SATURATED and error.metadata == {"tokens_emitted": "0"} and seen == []
-    assert world.workers.calls == [] and request.trace.retries == 0 and time.monotonic() - began >= 0.1
+    assert world.workers.calls == [] and request.trace.retries == 0 and loop_time() == 0.1
     world.check()
 
 
@@ -635,7 +626,7 @@ async def test_the_deadline_ends_the_wait_for_room() -> None:
     world = World()
     world.view.update([record("p0"), record("d0", load=FULL)], 1.0)
     error, seen = await world.refused(world.request(timeout_s=1.0))
-    assert error.reason is Reason.DEADLINE and "decode worker with room" in error.message
+    assert error.reason is Reason.DEADLINE and "decode worker with room" in error.message and loop_time() == 1.0
     assert seen == [] and world.workers.calls == []
     world.check()
 
@@ -1025,7 +1016,7 @@ async def test_an_output_never_continues_on_another_model() -> None:
             seen.extend(token.id for token in tokens)
             if len(seen) == 3:
                 other = [replace(record(name), incarnation=99, model_fingerprint="other weights") for name in ("p0", "d0")]
-                world.view.update(other, time.monotonic())
+                world.view.update(other, loop_time())
     assert caught.value.reason is Reason.RETRIES_SPENT and "another model" in caught.value.message
     assert seen == truth(request)[: len(seen)]
     world.check()
@@ -1061,7 +1052,7 @@ class Pause(Fault):
 
 
 class Trials:
-    """Suspects of the same deaths, in virtual time. The first one's worker pauses before its first token."""
+    """Suspects of the same deaths. The first one's worker pauses before its first token."""
 
     def __init__(self, count: int) -> None:
         self.world = World("d0")
@@ -1101,48 +1092,38 @@ class Trials:
         assert self.served == [request.id for request in self.others] and self.looks <= 2 * len(waiting)
 
 
-def test_the_next_suspect_is_tried_when_one_has_a_token() -> None:
+async def test_the_next_suspect_is_tried_when_one_has_a_token() -> None:
     """And nobody has asked in the meantime."""
-
-    async def main() -> None:
-        trials = Trials(20)
-        stream = trials.world.dispatcher.generate(trials.first)
-        token = asyncio.create_task(anext(stream))
-        waiting = await trials.wait()
-        trials.pause.going.set()
-        await token
-        await trials.check(waiting)
-        assert trials.first.output_len == 1, "it is still there"
-        await stream.aclose()
-        trials.world.check()
-
-    virtual_time.run(main())
+    trials = Trials(20)
+    stream = trials.world.dispatcher.generate(trials.first)
+    token = asyncio.create_task(anext(stream))
+    waiting = await trials.wait()
+    trials.pause.going.set()
+    await token
+    await trials.check(waiting)
+    assert trials.first.output_len == 1, "it is still there"
+    await stream.aclose()
+    trials.world.check()
 
 
-def test_the_next_suspect_is_tried_when_one_gives_up() -> None:
-    async def main() -> None:
-        trials = Trials(20)
-        first = asyncio.create_task(trials.serve(trials.first))
-        waiting = await trials.wait()
-        first.cancel()
-        await trials.check(waiting)
-        trials.world.check()
-
-    virtual_time.run(main())
+async def test_the_next_suspect_is_tried_when_one_gives_up() -> None:
+    trials = Trials(20)
+    first = asyncio.create_task(trials.serve(trials.first))
+    waiting = await trials.wait()
+    first.cancel()
+    await trials.check(waiting)
+    trials.world.check()
 
 
-def test_a_suspect_that_is_not_tried_in_time_is_refused() -> None:
-    async def main() -> None:
-        trials = Trials(3)
-        first = asyncio.create_task(trials.serve(trials.first))
-        waiting = await trials.wait()
-        for number, task in enumerate(waiting, 1):
-            with pytest.raises(BatonError) as caught:
-                await task
-            assert caught.value.reason is Reason.DEADLINE and loop_time() == 5000.0 + number
-        first.cancel()
-
-    virtual_time.run(main())
+async def test_a_suspect_that_is_not_tried_in_time_is_refused() -> None:
+    trials = Trials(3)
+    first = asyncio.create_task(trials.serve(trials.first))
+    waiting = await trials.wait()
+    for number, task in enumerate(waiting, 1):
+        with pytest.raises(BatonError) as caught:
+            await task
+        assert caught.value.reason is Reason.DEADLINE and loop_time() == 5000.0 + number
+    first.cancel()
 
 
 async def test_lost_connections_to_workers_that_live_do_not_condemn_the_request() -> None:

@@ -1,12 +1,12 @@
 """Requests that wait in the router have their KV loaded meanwhile, and one that leaves has nothing loaded any more."""
 
 import asyncio
-import time
 from dataclasses import replace
 
 import pytest
 from fake_workers import MODEL, TOKENIZER, FakeWorkers, record
 
+from baton.clock import loop_time
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from baton.engine.core.block_key import HOST, extend_keys, root_key
@@ -21,6 +21,8 @@ KEYS: list[bytes] = []
 extend_keys(KEYS, root_key("model", ""), PROMPT, 16)
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 FULL = Load(credit_tokens=0, waiting=1)
+
+pytestmark = pytest.mark.virtual_time
 
 
 async def until(condition: object) -> None:
@@ -46,7 +48,7 @@ class World:
         return self.dispatcher._choosing._hints
 
     def serve(self, name: str = "a") -> "asyncio.Task[list[int]]":
-        request = Request(name, list(PROMPT), len(PROMPT), PARAMS, "", time.monotonic() + 20, Trace(Stopwatch(time.monotonic)))
+        request = Request(name, list(PROMPT), len(PROMPT), PARAMS, "", loop_time() + 20, Trace(Stopwatch(loop_time)))
 
         async def serve() -> list[int]:
             return [token.id async for tokens in self.dispatcher.generate(request) for token in tokens]
@@ -92,6 +94,7 @@ async def test_the_hint_of_a_request_that_leaves_is_cancelled() -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await until(lambda: world.workers.unhinted == ["p1"] and not len(world.hints))
+    assert loop_time() < 1, "not at the end of its time"
 
 
 async def test_the_hint_of_a_request_that_goes_elsewhere_is_cancelled() -> None:
@@ -101,6 +104,7 @@ async def test_the_hint_of_a_request_that_goes_elsewhere_is_cancelled() -> None:
     world.view.update([world.records[0], replace(world.records[1], state="draining"), record("d0")], 1.0)
     assert len(await task) == 4
     await until(lambda: world.workers.unhinted == ["p1"] and not len(world.hints))
+    assert loop_time() < 1, "not at the end of its time"
 
 
 @pytest.mark.parametrize(("workers", "most"), [(1, HINTS_A_WORKER), (2 * HINTS, HINTS)])
@@ -118,3 +122,4 @@ async def test_hints_are_bounded_and_end_in_time(workers: int, most: int) -> Non
         hints.tell(request, record(f"p{request % workers}", brings=True), KEYS, 0.2)
     await until(lambda: len(told) == most == len(hints))
     await until(lambda: not len(hints))
+    assert loop_time() == pytest.approx(0.2, abs=0.01)

@@ -2,14 +2,17 @@
 
 import asyncio
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 from host_pool import carry
 
 from baton.engine.core.block_key import root_key
 from baton.engine.core.colder import Tiers
-from baton.engine.core.contract import CacheEvent, Facts, Listener, ServingEngine
+from baton.engine.core.contract import CacheEvent, EngineStopped, Facts, Listener, ServingEngine
+from baton.engine.core.counts import Counts
 from baton.engine.core.engine import Output
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
@@ -17,10 +20,13 @@ from baton.engine.options import Options
 from baton.engine.start import start_engine
 
 BLOCK = 32
+MAX_LEN, MAX_QUEUE, CHUNK = 512, 12, 64  # PROMPT is computed in three chunks
 VLLM_DEVICE = os.environ.get("BATON_VLLM_DEVICE", "cpu")  # benchmarks/vllm_gpu.py sets both
 VLLM_INVARIANT = bool(os.environ.get("BATON_VLLM_INVARIANT"))
 WITHIN_S = 120.0
 PROMPT = [(i * 37) % 200 + 5 for i in range(150)]  # five blocks, the last one in part
+
+Capability = Literal["grammars", "kv", "logits"]
 
 
 @dataclass
@@ -33,6 +39,15 @@ class Bench:
     made: int = 0
     tokenizer: Any = None  # of the model
     separates_output: bool = False  # see `baton.engine.core.protocol.Runner`
+    lacks: Mapping[Capability, str] = field(default_factory=dict)  # what the engine has not, and why
+
+    @property
+    def listener(self) -> Listener:
+        return Listener(self.outputs.extend, self.events.extend, self.failures.append, lambda *batch: self.batches.append(batch))
+
+    def needs(self, what: Capability) -> None:
+        if what in self.lacks:
+            pytest.skip(f"{what}: {self.lacks[what]}")
 
     def seq(self, tokens: list[int], prompt_len: int | None = None, hold: bool = False, salt: str = "", **params: Any) -> Sequence:
         self.made += 1
@@ -89,14 +104,17 @@ class Bench:
                     return now
                 await asyncio.sleep(0.01)
 
+    async def close(self) -> Counts:
+        """Nothing is left, nothing has failed, and who comes later is refused."""
+        counts = (await self.quiet()).counts
+        assert not self.failures
+        await self.engine.close()
+        with pytest.raises(EngineStopped):
+            await self.engine.add(self.seq([1]))
+        return counts
+
 
 async def started(options: Options, tiers: Tiers | None = None) -> Bench:
     made = Bench()
-    listener = Listener(
-        lambda outputs: made.outputs.extend(outputs),
-        lambda events: made.events.extend(events),
-        lambda error: made.failures.append(error),
-        lambda *batch: made.batches.append(batch),
-    )
-    made.engine = await start_engine(options, listener, tiers=tiers)
+    made.engine = await start_engine(options, made.listener, tiers=tiers)
     return made

@@ -1,5 +1,6 @@
-"""What a worker asks of an engine. Three behaviours stand behind it: our own engine (`baton.engine.core.loop`) with a real model or the
-toy, and vLLM (`baton.engine.vllm`). One suite, tests/engine/test_contract.py, holds for all of them.
+"""What a worker asks of an engine. Four behaviours stand behind it: our own engine (`baton.engine.core.loop`) with a real model or the toy,
+vLLM (`baton.engine.vllm`), and our own in virtual time (`baton.simulate.engine`). One suite, tests/support/engine_contract.py, holds for
+all of them.
 
 A sequence that this engine computes      add → outputs … → finish
 one whose KV a peer will read             the same with `hold`: it stays after its first token, until `abort` or `forget`

@@ -1,0 +1,60 @@
+"""The contract of all engines, of the modelled one, in virtual time. Where steps are jumped over it tells later, and all else is the same
+(tests/simulate/test_jumps.py)."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+from engine_bench import BLOCK, CHUNK, MAX_LEN, MAX_QUEUE, Bench, Capability
+from engine_contract import *  # noqa: F403
+
+from baton.engine.core.contract import EngineStopped
+from baton.engine.core.limits import Limits
+from baton.profile.models import Work
+from baton.simulate.engine import ModelledEngine, ModelledRunner, Pace
+
+LACKS: dict[Capability, str] = {
+    "grammars": "nothing is drawn: a modelled token is its position",
+    "kv": "no step writes into its blocks, so that no token depends on them",
+    "logits": "there is no model",
+}
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.virtual_time]
+
+
+def started(pace: Callable[[Work], float]) -> Bench:
+    made = Bench(separates_output=True, lacks=LACKS)
+    engine = ModelledEngine(ModelledRunner(pace, 256, BLOCK, MAX_LEN), Limits(4, CHUNK, max_queue=MAX_QUEUE), made.listener)
+    engine.start()
+    made.engine = engine
+    return made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bench() -> AsyncIterator[Bench]:
+    made = started(Pace())
+    yield made
+    await made.close()
+
+
+async def test_the_step_in_flight_ends_before_the_engine_closes() -> None:
+    made = started(lambda work: 1.0)
+    seq = made.seq([1])
+    await made.engine.add(seq)
+    await asyncio.sleep(0.5)
+    assert not made.outputs
+    await made.engine.close()
+    assert len(made.tokens(seq)) == 1
+
+
+async def test_a_step_that_fails_is_told_once_and_is_the_last() -> None:
+    def broken(work: Work) -> float:
+        raise ZeroDivisionError
+
+    made = started(broken)
+    await made.engine.add(made.seq([1]))
+    await made.until(lambda: made.failures)
+    with pytest.raises(EngineStopped):
+        await made.engine.add(made.seq([1]))
+    assert [type(error) for error in made.failures] == [ZeroDivisionError]
