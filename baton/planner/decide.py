@@ -205,7 +205,7 @@ def _candidates(
             found.append((why, Resize(sized(seen.wanted, {role: getattr(seen.wanted, role) + count}), seen.wanted)))
         if flip is not None and _better(seen, flip, demand, model):
             found.append((f"{why}, which costs {OTHER[role]} less than it brings", flip))
-    if not found:
+    if all(forbidden(action, seen, rules, now) for _, action in found):  # or nothing is short: else a spent budget would hold for ever
         for role in ROLES:
             spare = _surplus(memory, role, getattr(sizes, role), rules.hold_s, now)
             if spare:

@@ -1,5 +1,5 @@
 """A cluster that a planner is given, in virtual time and without a request: workers that start, drain and change roles after so much time,
-and counts of requests that follow from a model. It notes each promise of the planner that was broken."""
+and counts of requests that follow from a model. It notes each promise of the planner that was broken, by its own account of workers."""
 
 import random
 from collections.abc import Callable
@@ -7,14 +7,16 @@ from dataclasses import dataclass, field, replace
 
 from baton.cluster.records import ROLES, Pools, RoleName
 from baton.planner.capacity import Effect, Model, Sizes
-from baton.planner.change import Action, Change, Flip, Resize, Seen, Worker
+from baton.planner.change import Action, Change, Flip, Seen, Worker
 from baton.planner.demand import Demand, Interval
-from baton.planner.memory import Decision, Rules
+from baton.planner.memory import Decision, Memory, Rules
 from baton.planner.planner import Planner
 from baton.profile.file import Profile
 from baton.profile.models import Fitted
 
 EVERY_S = 5.0
+NAP_S = 40.0  # for which a planner may be stopped
+LATE_S = 20.0  # without a look, after which a planner looks once more before it acts
 # A worker computes 10,000 tokens of prompts per second; 32 sequences decode with 20 ms a token.
 STEP = {"step": 0.004, "tokens": 1e-4, "decodes": 5e-4}
 PROFILE = Profile("test", "", "", {}, 1000.0, "sum", {"step": Fitted(STEP), "start": Fitted({"base": 10.0})})
@@ -45,7 +47,8 @@ class World:
     liars: frozenset[str] = frozenset()  # workers that do not prove themselves
     truth: float = 1.0  # tokens take so many times as long as the model says
     hopeless: float = 0.0  # share of requests that miss an objective whatever serves
-    stale_from: float | None = None  # from then on no figures come
+    stale: tuple[float, float] | None = None  # from when until when no figures come
+    naps: frozenset[int] = frozenset()  # looks before which the planner is stopped for a while
     deaths: frozenset[int] = frozenset()  # looks at which the planner dies
     dies: str = "after"  # its act, or before it
     takes_up: bool = True  # whether the next planner goes on with what the dead one noted
@@ -67,6 +70,8 @@ class World:
         self._counted = self.now
         self._noted: bytes | None = None
         self._looks = self._vacant = 0
+        self._looked: float | None = None  # when this planner did
+        self._waits: dict[RoleName, float] = {}  # since when a pool has less workers than are wanted
         self._flipping: dict[str, float] = {}  # until when nobody else may flip the worker
 
     def run(self, seconds: float) -> "World":
@@ -77,12 +82,16 @@ class World:
 
     def step(self) -> None:
         self.now += EVERY_S
+        if not self._vacant and self._looks + 1 in self.naps:
+            self.now += NAP_S
         self._pass()
-        if self._leads():
-            self._look()
+        acts, rules = self._leads() and self._look(), self.planner.rules
+        self._judge_wishes(rules, acts)
         self.sizes.append(self.seen().sizes)
-        if self.sizes[-1].decode < 1 or (self.planner.rules.least.prefill and self.sizes[-1].prefill < 1):
+        if self.sizes[-1].decode < 1 or (rules.least.prefill and self.sizes[-1].prefill < 1):
             self.broken.append(f"{self.now}: {self.sizes[-1]} serves")
+        if self.alive > rules.budget:
+            self.broken.append(f"{self.now}: {self.alive} workers are alive, of {rules.budget}")
 
     def _leads(self) -> bool:
         """Nobody does until the lease of a dead planner is over."""
@@ -93,13 +102,20 @@ class World:
             self.planner.take_up(Change.of_note(self._noted, self.now), self.seen(), self.now)
         return not self._vacant
 
-    def _look(self) -> None:
-        rules, seen = self.planner.rules, self.seen()
-        decision = self.planner.look(seen, self._intervals(seen), self.now)
+    def _look(self) -> bool:
+        """Returns whether it could act on what it saw."""
+        rules, intervals = self.planner.rules, self._intervals(self.seen())
+        seen, before = self.seen(), self.planner.memory
+        decision = self.planner.look(seen, intervals, self.now)
         self.decisions.append(decision)
         self._looks += 1
         dies = self._looks in self.deaths
+        late, self._looked = self._looked is not None and self.now - self._looked > LATE_S, self.now
+        if intervals and self._cold(seen):
+            self._judge_lesson(before)
         if decision.action is not None:
+            if late:
+                self.broken.append(f"{self.now}: {decision.action} at the first look after a nap")
             self._judge(decision, seen, rules)
             if not decision.undoes:
                 self._note()
@@ -107,10 +123,11 @@ class World:
                 self.actions.append((self.now, decision.action))
                 self._act(decision.action)
         if dies:
-            self.planner, self._vacant = Planner(self.planner.model, rules, EVERY_S), 2
-            return
+            self.planner, self._vacant, self._looked = Planner(self.planner.model, rules, EVERY_S), 2, None
+            return False
         self._note()
         self.planner.outcome(None, self.now)
+        return not late and self.now - seen.at <= rules.stale_s
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Flip) and action.worker in self.liars:
@@ -147,14 +164,14 @@ class World:
                 self._workers[worker.name] = replace(self._workers[worker.name], serves=worker.serves, since=at)
 
     def _intervals(self, seen: Seen) -> list[Interval]:
-        if self.stale_from is not None and self.now >= self.stale_from:
+        if self.stale is not None and self.stale[0] <= self.now < self.stale[1]:
             return []
         self._counted = self.now
         asked = self.demand(self.now)
         rate = max(0.0, asked.rate * (1 + self.noise * self.rng.uniform(-1, 1)))
         arrived = round(rate * EVERY_S)
         told = self.effect(replace(asked, rate=rate), seen.sizes)
-        if any(self.now - worker.since < self.cold_s for worker in seen.workers):
+        if self._cold(seen):
             told = replace(told, tpot=0.0)  # who compiles and loads serves nobody well
         first, met = round(arrived * told.ttft), round(arrived * told.attainment * (1 - self.hopeless))
         return [
@@ -163,6 +180,9 @@ class World:
                 arrived, round(arrived * asked.output), met, {"prefill_wait": arrived - first, "decode": first - met},
             )
         ]  # fmt: skip
+
+    def _cold(self, seen: Seen) -> bool:
+        return any(self.now - worker.since < self.cold_s for worker in seen.workers)
 
     def _obey(self, action: Action) -> None:
         if isinstance(action, Flip):
@@ -199,8 +219,22 @@ class World:
                 self._flipping[action.worker] = self.now + rules.flip_timeout_s
         if seen.at < self.now - rules.stale_s:
             self.broken.append(f"{self.now}: {action} on figures from {seen.at}")
-        if isinstance(action, Resize) and action.grows and sum(seen.most(action.pools).values()) > rules.budget:
-            self.broken.append(f"{self.now}: {action} is {seen.most(action.pools)} of {rules.budget}")
+
+    def _judge_lesson(self, before: Memory) -> None:
+        """What was counted while a worker was cold."""
+        after = self.planner.memory
+        if after.misses or (after.pressure, after.reach) != (before.pressure, before.reach):
+            self.broken.append(f"{self.now}: a cold worker taught {after.misses}, {after.pressure}, {after.reach}")
+
+    def _judge_wishes(self, rules: Rules, acts: bool) -> None:
+        """`acts`: a planner could have taken back what does not come. One that takes over counts on from the last note."""
+        dead = {look for look in self.deaths if look <= self._looks}
+        patience_s = rules.start_timeout_s + 3 * EVERY_S * len(dead) + NAP_S * len(dead & self.naps)
+        for pool in ROLES:
+            if getattr(self.wanted, pool) <= len(self.seen().of(pool)):
+                self._waits.pop(pool, None)
+            elif self.now - self._waits.setdefault(pool, self.now) > patience_s and acts:
+                self.broken.append(f"{self.now}: the {pool} pool waits since {self._waits[pool]}")
 
     def reversals(self, within_s: float) -> list[str]:
         """Pairs of actions of which the second takes back the first soon after."""
