@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks/planner.md."""
+"""The tables of docs/benchmarks/planner.md: splits and who changes them, and forecasts of load."""
 
 from benchmark_results import load, markdown, number
 
@@ -24,3 +24,25 @@ def _named(arm: str) -> str:
     if arm == "hpa":
         return "as a horizontal autoscaler"
     return arm.replace("+", "P") + "D" if arm.startswith("static") else arm
+
+
+CANDIDATES = {
+    "steady": "steady",
+    "smoothed": "smoothed",
+    "trend": "trend",
+    "believed": "the planner's",
+    "harmonic": "harmonic, told its period",
+}
+
+
+def forecast() -> str:
+    """The error of each candidate ÷ that of the last value."""
+    table = []
+    for row in load("forecast")["rows"]:
+        ratios = [_ratio(*row["ratios"][name]) if name in row["ratios"] else "" for name in CANDIDATES]
+        table.append([row["trace"].replace("_", " "), number(row["horizon_s"]), number(row["rate"]), number(row["last"]), *ratios])
+    return markdown(["trace", "ahead, s", "requests/s", "last value is off by", *CANDIDATES.values()], table)
+
+
+def _ratio(value: float, low: float, high: float) -> str:
+    return f"{value:.2f} ({low:.2f} … {high:.2f})"

@@ -118,6 +118,11 @@ class Forecaster:
             self._counted.clear()
         self._said.append(self._candidates())
 
+    @property
+    def candidates(self) -> Mapping[str, float]:
+        """What each says of the interval `ahead` after the last one."""
+        return self._said[-1] if self._said else {}
+
     def forecast(self) -> Forecast:
         """Of the interval `ahead` after the last one; 0 before the first."""
         if not self._said:
