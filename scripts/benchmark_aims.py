@@ -75,7 +75,7 @@ def _cells(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]
 
 
 def other_aims() -> str:
-    aims = [*_overload_aims(), *_transfer_aims(), *_router_aims(), *_engine_aims()]
+    aims = [*_overload_aims(), *_plan_aims(), *_transfer_aims(), *_router_aims(), *_engine_aims()]
     rows = [[f"[{aim.page}](benchmarks/{aim.page}.md)", aim.what, aim.text, aim.measured, aim.verdict] for aim in aims]
     return markdown(["experiment", "figure", "aim", "measured", ""], rows)
 
@@ -83,13 +83,44 @@ def other_aims() -> str:
 def _overload_aims() -> Iterator[Aim]:
     for results, model in (("overload", "toy"), ("overload-tale", "tale")):
         found = load(results)[model]
-        runs = [found["arms"]["codel"][times] for times in ("2", "5", "10")]
-        good = [median(run["goodput"] for run in each) / found["peak"] for each in runs]
-        yield Aim("overload", f"goodput at 2x, 5x and 10x ÷ peak, `{model}`", 0.9, good, "{:.0%}")
-        refusals = [median(run["refusal_p99_ms"] for run in each) for each in runs]
-        yield Aim("overload", f"refusals at P99, `{model}`", 50, refusals, "{:.0f} ms", most=True)
+        for arm, how in (("codel", ""), ("degrade", ", with `router.degrade`")):
+            if arm not in found["arms"]:
+                continue
+            runs = [found["arms"][arm][times] for times in ("2", "5", "10")]
+            good = [median(run["goodput"] for run in each) / found["peak"] for each in runs]
+            yield Aim("overload", f"goodput at 2x, 5x and 10x ÷ peak, `{model}`{how}", 0.9, good, "{:.0%}")
+            refusals = [median(run["refusal_p99_ms"] for run in each) for each in runs]
+            yield Aim("overload", f"refusals at P99, `{model}`{how}", 50, refusals, "{:.0f} ms", most=True)
     gaps = [max(each) for each in load("silence")["gaps_ms"].values()]
     yield Aim("silence", "longest silence that one input causes", 20, gaps, "{:.1f} ms", most=True)
+
+
+def _plan_aims() -> Iterator[Aim]:
+    """Of the simulator and the planner."""
+    found = load("simulate")
+    judged = found["judged"]
+    errors = judged["errors"]["all but TTFT P99"]
+    yield Aim("simulate", "relative error of all but TTFT P99, median", 0.05, [errors["median"]], "{:.1%}", most=True)
+    yield Aim("simulate", "relative error of all but TTFT P99, P90", 0.1, [errors["p90"]], "{:.1%}", most=True)
+    tails = [case["figures"]["TTFT P99 (ms)"] for case in found["cases"] if not case["void"]]
+    off = [abs(tail["predicted"] / tail["measured"] - 1) for tail in tails]
+    yield Aim("simulate", "relative error of TTFT P99, each case", 0.15, off, "{:.0%}", most=True)
+    yield Aim("simulate", "what 90 % intervals cover, off from 90 % by", 0.05, [abs(judged["covered"] - 0.9)], "{:.0%}", most=True)
+    run = load("scale")
+    yield Aim("scale", "an hour on 1,000 workers, by the clock", 600, [run["wall_s"]], "{:.0f} s", most=True)
+    yield Aim("scale", "the same, of the processor", 600, [run["processor_s"]], "{:.0f} s", most=True)
+    memory = run["peak_mib"][-1] / run["peak_mib"][1]
+    yield Aim("scale", "peak of memory, whole hour ÷ first half", 1.01, [memory], most=True)
+    days = load("planner")["workloads"].values()
+    rows = [({row["arm"]: row for row in one["rows"]}, one["static"][0]) for one in days]
+    yield Aim(
+        "planner", "met per worker-hour ÷ best static split", 1.25, [row["planner"]["rate"] / row[best]["rate"] for row, best in rows]
+    )
+    yield Aim("planner", "met per worker-hour ÷ oracle", 0.9, [row["planner"]["rate"] / row["oracle"]["rate"] for row, _ in rows])
+    flips = load("flips")
+    yield Aim("planner", "a flip, to the first token in the new role", 2.0, flips["first_token_s"], "{:.2f} s", most=True)
+    yield Aim("planner", "requests lost or wrong while workers flip", 0, [flips["lost"], flips["wrong"]], "{:.0f}", most=True)
+    yield Aim("planner", "requests lost in the simulator", 0, [row["planner"]["failed"] for row, _ in rows], "{:.0f}", most=True)
 
 
 def _transfer_aims() -> Iterator[Aim]:

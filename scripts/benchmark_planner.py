@@ -1,6 +1,6 @@
 """The tables of docs/benchmarks/planner.md: splits and who changes them, and forecasts of load."""
 
-from benchmark_results import load, markdown, number
+from benchmark_results import load, markdown, number, spread
 
 SHOWN = 4  # static splits: the best, and those that come next
 
@@ -24,6 +24,16 @@ def _named(arm: str) -> str:
     if arm == "hpa":
         return "as a horizontal autoscaler"
     return arm.replace("+", "P") + "D" if arm.startswith("static") else arm
+
+
+def flips() -> str:
+    found = load("flips")
+    cells = [
+        number(len(found["first_token_s"])),
+        spread(found["first_token_s"]),
+        *(number(found[key]) for key in ("requests", "lost", "wrong")),
+    ]
+    return markdown(["flips", "to the first token, s", "requests", "lost", "wrong"], [cells])
 
 
 CANDIDATES = {
