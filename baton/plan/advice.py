@@ -159,7 +159,9 @@ def _experts(best: Configuration, asked: Question) -> Decision:
     experts = asked.shape.experts
     assert experts is not None
     kind = best.decode.kind
-    told = f"{experts.per_token} of {experts.number} experts a token; {best.decode.batch:.0f} sequences a step read most of them"
+    batch = max(1.0, best.decode.batch)
+    read = 1 - (1 - experts.per_token / experts.number) ** batch
+    told = f"{experts.per_token} of {experts.number} experts a token; a step of {batch:.0f} sequences reads {read:.0%} of them"
     if kind.tensor == 1:
         return Decision("expert parallelism", "none", f"a GPU, or stage, has its experts whole; {told}")
     if expert_parallel(kind, asked.shape):

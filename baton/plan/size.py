@@ -83,7 +83,7 @@ def _times(shape: Shape, asked: Asked, kv: float, flop_per_s: float, bytes_per_s
     read = formulae.weight_bytes(shape.read_parameters(new), asked.weight_bits)
     prefill = formulae.roof_seconds(flop, read, flop_per_s, bytes_per_s)
     yield Figure("prefill of a prompt", prefill, "s", f"{flop / 1e12:.3g} TFLOP at {flop_per_s / 1e12:.0f} TFLOP/s: TTFT without a queue")
-    yield Figure("prefill", new / prefill, "tokens/s", "")
+    yield Figure("prefill", new / prefill, "tokens/s", f"{new} tokens that are not cached / prefill of a prompt")
     context = asked.prompt + asked.output / 2
     read = formulae.weight_bytes(shape.read_parameters(asked.batch), asked.weight_bits)
     step_bytes = read + asked.batch * context * kv * shape.kv_copies(asked.devices)
@@ -93,7 +93,7 @@ def _times(shape: Shape, asked: Asked, kv: float, flop_per_s: float, bytes_per_s
     yield Figure(
         "decode step: TPOT", step, "s", f"{step_bytes / 1e9:.3g} GB at {bytes_per_s / 1e12:.2f} TB/s, bound by {bound}, batch {asked.batch}"
     )
-    yield Figure("decode", asked.batch / step, "tokens/s", "")
+    yield Figure("decode", asked.batch / step, "tokens/s", f"batch {asked.batch} / decode step")
     ridge = formulae.ridge_batch(asked.weight_bits, flop_per_s, bytes_per_s)
     yield Figure("batch at which computing binds", ridge, "", "FLOP/s over bytes/s, KV left out")
     busy = prefill + asked.output * step / asked.batch

@@ -8,6 +8,9 @@ import pytest
 import yaml
 from kube import CHART, ON_A_CLUSTER, Kube, Release
 from kube_load import VALUES, loaded, toy_release
+from plans import CASES, made_of
+
+from baton.plan.values import values_of
 
 pytestmark = [*ON_A_CLUSTER, pytest.mark.timeout(900)]
 FILES = sorted([*CHART.glob("examples/*.yaml"), *CHART.glob("ci/*-values.yaml")])
@@ -29,6 +32,20 @@ def test_the_api_server_accepts_every_object(kube: Kube, file: Path) -> None:
     rendered.append([each for each in again if each])
     kept = [sorted(map(str, (each for each in objects if each["kind"] != "Secret"))) for objects in rendered]
     assert all(objects == kept[0] for objects in kept)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_api_server_accepts_what_baton_plan_writes(kube: Kube, case: str, tmp_path: Path) -> None:
+    asked, stocks, how = CASES[case]
+    (path := tmp_path / "values.yaml").write_text(yaml.safe_dump(values_of(made_of(asked, *stocks, **how), asked, 4096)))
+    for helm in kube.helms:
+        text = kube.run(helm, "template", "r", str(CHART), "-f", str(path), "--kube-version", "1.34.0", "--no-hooks")
+        said = kube.kubectl("apply", "--dry-run=server", "-f", "-", given=text)
+        assert "deployment.apps/r-baton-decode created (server dry run)" in said
+    wrong = text.replace("nvidia.com/gpu: ", "nvidia.com/gpu: -")
+    assert wrong != text
+    refused = kube.kubectl("apply", "--dry-run=server", "-f", "-", given=wrong, check=False)
+    assert "must be greater than or equal to 0" in refused, "negative control: it looks at what it is given"
 
 
 def test_without_generated_secrets_two_renderings_are_equal(kube: Kube) -> None:

@@ -12,27 +12,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kube import CHART, HELMS
+from plans import CASES, DEEPSEEK, EIGHT, H100, L40S, LENGTHS, SEVENTY, made_of, plan, question
 from rendering import config, helm, pod, rendered
 
 from baton.plan import advice, formulae
-from baton.plan.hardware import DEVICES, MEASURED
+from baton.plan.hardware import DEVICES
 from baton.plan.pools import Question, attained, prefill_pool
-from baton.plan.search import Configuration, Found, Rejected, Search, Stock, kinds, order, spread
-from baton.plan.shape import KNOWN, Shape
+from baton.plan.search import Rejected, Search, Stock, kinds, order, spread
+from baton.plan.shape import KNOWN
 from baton.plan.traffic import Length, Traffic, thinned, unevenness
 from baton.plan.values import KV_BITS, engine_of, lacking, routers_of, values_of
-
-LENGTHS = tuple(Length(prompt, output) for prompt in (200, 1500, 3000) for output in (50, 300))
-EIGHT = KNOWN["llama-3.1-8b"]
-H100, L40S = Stock(DEVICES["h100"], 16, 2.5), Stock(DEVICES["l40s"], 16, 0.9)
-
-
-def question(rate: float = 20.0, shape: Shape = EIGHT, ttft_s: float = 0.5, tpot_s: float = 0.03, **more: Any) -> Question:
-    return Question(shape, Traffic(rate, LENGTHS, **more), ttft_s, tpot_s, MEASURED)
-
-
-def plan(asked: Question, *stocks: Stock, weight_bits: float = 16, kv_bits: float = 16) -> Found:
-    return Search(asked, stocks or (H100,), [weight_bits], [kv_bits]).found()
 
 
 def cost(asked: Question, *stocks: Stock) -> float:
@@ -196,6 +185,55 @@ def test_decisions_follow_from_what_was_found() -> None:
     assert "TPOT allows" in advice.because(shown[0], asked)
 
 
+ANSWERS: dict[str, tuple[Question, tuple[Stock, ...], dict[str, str]]] = {
+    "one worker": (
+        question(0.5), (H100,),
+        {"pipeline parallelism": "none", "data parallelism": "none", "one pool or two": "one: colocated"},
+    ),
+    "two colocated": (
+        question(20.0), (H100, L40S),
+        {"data parallelism": "2 workers", "one pool or two": "one: colocated", "unlike GPUs": "no"},
+    ),
+    "fast decode": (
+        question(60.0, ttft_s=2.0, tpot_s=0.012), (H100, L40S),
+        {"data parallelism": "6 and 1 workers", "one pool or two": "two: prefill and decode", "unlike GPUs": "yes"},
+    ),
+    "one pool of one GPU": (question(0.5), (replace(H100, count=1),), {"one pool or two": "one"}),
+    "two pools or nothing": (question(150.0, ttft_s=2.0, tpot_s=0.009), (H100,), {"one pool or two": "two"}),
+    "over nodes": (
+        question(1.0, DEEPSEEK, 5.0, 0.2), (Stock(DEVICES["h100"], 64, 2.5),),
+        {"pipeline parallelism": "3 stages, over nodes", "expert parallelism": "over the 8 GPUs of a worker"},
+    ),
+    "no links": (question(20.0, SEVENTY, 5.0, 0.2), (replace(L40S, count=64),), {"pipeline parallelism": "4 stages, inside a node"}),
+    "whole experts": (question(10.0, KNOWN["qwen3-30b-a3b"]), (H100,), {"expert parallelism": "none"}),
+    "large experts": (
+        question(5.0, KNOWN["mixtral-8x7b"], 2.0, 0.05), (H100,),
+        {"expert parallelism": "none: each GPU has a part of every expert"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_the_answers_are_those_of_the_configuration_that_wins(case: str) -> None:
+    asked, stocks, answers = ANSWERS[case]
+    found = plan(asked, *stocks)
+    told = {each.question: each for each in advice.decisions(asked, stocks, found, ([16.0], [16.0]))}
+    assert {question: told[question].answer for question in answers} == answers
+    assert ("unlike GPUs" in told) == (len(stocks) > 1) and ("expert parallelism" in told) == (asked.shape.experts is not None)
+    best = found.held[0]
+    cheapest = [min((one.cost for one in found.held if (one.prefill is None) == alone), default=None) for alone in (True, False)]
+    assert all(f"{each:g}" in told["one pool or two"].why for each in cheapest if each) and best.cost in cheapest
+
+
+def test_how_many_experts_a_step_reads_is_told() -> None:
+    """One sequence reads its own; with many of them, nearly all are read."""
+    mixtral = KNOWN["mixtral-8x7b"]
+    for rate, share in ((0.01, "25%"), (5.0, "100%")):
+        asked = question(rate, mixtral, 2.0, 0.05)
+        told = {each.question: each for each in advice.decisions(asked, [H100], plan(asked), ([16.0], [16.0]))}
+        assert f"reads {share} of them" in told["expert parallelism"].why
+
+
 def test_ranks_are_explained_by_what_workers_of_one_gpu_would_cost() -> None:
     for shape, words in ((KNOWN["llama-3.1-70b"], "do not hold the objectives"), (EIGHT, "would cost")):
         asked = question(2.0, shape, 1.0, 0.05)
@@ -203,24 +241,6 @@ def test_ranks_are_explained_by_what_workers_of_one_gpu_would_cost() -> None:
         ranked = replace(found, held=tuple(sorted(found.held, key=lambda one: -max(kind.tensor for kind in one.kinds))))
         told = advice.decisions(asked, [H100], ranked, ([8.0], [16.0, 8.0]))[0]
         assert told.answer == "8 GPUs, inside a node" and words in told.why
-
-
-def made_of(asked: Question, *stocks: Stock, split: bool, weight_bits: float = 16, kv_bits: float = 16) -> Configuration:
-    """The cheapest one that Baton can install."""
-    held = plan(asked, *stocks, weight_bits=weight_bits, kv_bits=kv_bits).held
-    return next(one for one in held if (one.prefill is not None) == split and not lacking(one, asked.shape, 8))
-
-
-SEVENTY, DEEPSEEK = KNOWN["llama-3.1-70b"], KNOWN["deepseek-v3"]
-CASES: dict[str, tuple[Question, tuple[Stock, ...], dict[str, Any]]] = {
-    "colocated": (question(20.0), (H100,), {"split": False}),
-    "two pools": (question(20.0), (H100,), {"split": True}),
-    "tensor parallel": (question(2.0, SEVENTY, 1.0, 0.05), (H100,), {"split": True}),
-    "8 bits": (question(2.0, SEVENTY, 1.0, 0.05), (H100,), {"split": False, "weight_bits": 8}),
-    "8-bit KV": (question(20.0), (H100,), {"split": True, "kv_bits": KV_BITS[8]}),
-    "experts": (question(20.0, KNOWN["qwen3-30b-a3b"]), (replace(L40S, count=64),), {"split": False}),
-    "latent": (question(1.0, DEEPSEEK, 5.0, 0.2), (Stock(DEVICES["h200"], 32, 3.5),), {"split": False, "weight_bits": 8}),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

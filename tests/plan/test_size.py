@@ -41,6 +41,12 @@ def told(model: str, device: str, reached: Efficiency = STATED, **asked: Any) ->
     return {one.name: one.value for one in figures(shape_of(model), DEVICES[device], reached, Asked(**defaults | asked))}
 
 
+def test_every_line_says_how_it_was_computed() -> None:
+    asked = Asked(prompt=4096, output=512, batch=8, devices=8, weight_bits=8, price=2.5, acceptance=0.8, longest=32768)
+    for model in KNOWN:
+        assert all(one.formula for one in figures(KNOWN[model], DEVICES["h200"], STATED, asked))
+
+
 @pytest.mark.parametrize(
     ("name", "billions", "active"),
     [("llama-3.1-8b", 8.03, 8.03), ("llama-3.1-70b", 70.6, 70.6), ("mixtral-8x7b", 46.7, 12.9), ("deepseek-v3", 671, 37),
