@@ -29,6 +29,9 @@ class PlannerConfig(Section):
     least_decode: int = Field(default=1, ge=1, le=1024, description="Workers that always serve decode.")
     most_decode: int = Field(default=8, ge=1, le=1024, description="Most workers that serve decode.")
     budget: int = Field(default=8, ge=1, le=2048, description="Workers of both pools at one time, with those that start or drain.")
+    spares: int = Field(
+        default=0, ge=0, le=1024, description="Workers of each role kept beyond what load needs, while the budget has room for both roles'."
+    )
     target: float = Field(default=0.95, gt=0.5, lt=1, description="Share of requests that should meet each objective of the slo section.")
     flips: bool = Field(default=True, description="Let running workers change their role. false where the pools have unlike devices.")
     margin: float = Field(

@@ -52,8 +52,9 @@ class Doors(Protocol):
 def rules_of(config: PlannerConfig) -> Rules:
     return Rules(
         Sizes(config.least_prefill, config.least_decode), Sizes(config.most_prefill, config.most_decode), config.budget,
-        target=config.target, flips=config.flips, margin=config.margin, cooldown_s=config.cooldown_s, hold_s=config.hold_s,
-        start_timeout_s=config.start_timeout_s, flip_timeout_s=config.flip_timeout_s, cold_s=config.cold_s, stale_s=config.stale_s,
+        target=config.target, flips=config.flips, margin=config.margin, spares=config.spares, cooldown_s=config.cooldown_s,
+        hold_s=config.hold_s, start_timeout_s=config.start_timeout_s, flip_timeout_s=config.flip_timeout_s, cold_s=config.cold_s,
+        stale_s=config.stale_s,
     )  # fmt: skip
 
 

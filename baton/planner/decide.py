@@ -141,9 +141,21 @@ def needed(model: Model, demand: Demand, rules: Rules) -> Sizes:
     return alone if alone.total < apart.total and min(enough.ttft, enough.tpot) >= rules.target else apart
 
 
+def with_spares(need: Sizes, rules: Rules) -> Sizes:
+    """As many more of each role that is needed, the same number of both, as the budget has room for: no role waits for what is a spare of
+    the other."""
+    for spares in range(rules.spares, 0, -1):
+        prefill = min(need.prefill + spares, rules.most.prefill) if need.prefill else 0
+        more = Sizes(prefill, min(need.decode + spares, rules.most.decode))
+        if more.prefill * rules.costs[0] + more.decode * rules.costs[1] <= rules.budget + 1e-9:
+            return more
+    return need
+
+
 def _note_need(memory: Memory, model: Model, demand: Demand, rules: Rules, now: float) -> Memory:
     pressed = under_pressure(demand, memory)
-    need = Need(now, needed(model, pressed, rules), needed(model, pressed.times(1 + rules.margin), rules))
+    grow, margin = with_spares(needed(model, pressed, rules), rules), needed(model, pressed.times(1 + rules.margin), rules)
+    need = Need(now, grow, Sizes(max(grow.prefill, margin.prefill), max(grow.decode, margin.decode)))
     old = [each for each in memory.needs if now - each.at > rules.hold_s]
     kept = [each for each in memory.needs if now - each.at <= rules.hold_s]
     return replace(memory, needs=(*old[-1:], *kept, need))
@@ -179,7 +191,8 @@ def _choose(seen: Seen, demand: Demand, effect: Effect, model: Model, memory: Me
         return Decision(
             action, why, sizes, demand, taken.sizes, effect, taken.effect, tuple(found), memory, refused=tuple(refused), need=need
         )
-    why = f"{sizes} is what the load needs" if need == sizes else f"the load needs {need}, and {sizes} serves"
+    counted = " with spares" if rules.spares else ""
+    why = f"{sizes} is what the load needs{counted}" if need == sizes else f"the load needs {need}{counted}, and {sizes} serves"
     if wants:
         why += f"; {found[1].verdict}"
     return Decision(None, why, sizes, demand, sizes, effect, effect, tuple(found), memory, refused=tuple(refused), need=need)
@@ -196,7 +209,7 @@ def _candidates(
     for role in ROLES:
         if short[role] <= 0:
             continue
-        why = f"the load needs {need}: {role} has {short[role]} too few"
+        why = f"the load needs {need}{' with spares' if rules.spares else ''}: {role} has {short[role]} too few"
         flip = _flip(seen, role, memory, rules, now)
         if flip is not None and _surplus(memory, OTHER[role], getattr(sizes, OTHER[role]), rules.cooldown_s, now):
             found.append((why, flip))

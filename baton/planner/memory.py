@@ -31,7 +31,7 @@ NONE = Refusal()
 class Rules:
     """Seconds and workers. `target`: share of requests that should meet each objective. `costs`: what a worker of each pool takes of the
     budget. `cold_s`: what a worker does so soon after it started or changed its role says nothing. `margin`: a pool shrinks only if what is
-    left would also serve so much more than is forecast."""
+    left would also serve so much more than is forecast. `spares`: workers of each role that are kept beyond what the load needs."""
 
     least: Sizes
     most: Sizes
@@ -40,6 +40,7 @@ class Rules:
     target: float = 0.95
     flips: bool = True
     margin: float = 0.15
+    spares: int = 0
     cooldown_s: float = 30.0
     hold_s: float = 180.0
     start_timeout_s: float = 300.0
@@ -50,7 +51,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The sizes that a load needed at one moment: to grow to, and, with the margin, to shrink to."""
+    """The sizes that a load needed at one moment, with spares: to grow to, and, with the margin, to shrink to."""
 
     at: float
     grow: Sizes

@@ -39,10 +39,11 @@ demands = st.builds(
 worlds = st.builds(
     World,
     st.builds(
-        lambda flips, least, cold_s: planner(replace(RULES, flips=flips, least=least, cold_s=cold_s)),
+        lambda flips, least, cold_s, spares: planner(replace(RULES, flips=flips, least=least, cold_s=cold_s, spares=spares)),
         st.booleans(),
         st.builds(Sizes, st.integers(0, 2), st.integers(1, 2)),
         st.sampled_from([5.0, 20.0]),
+        st.integers(0, 2),
     ),
     st.builds(lambda parts: steps(*parts), st.lists(demands, min_size=1, max_size=4)),
     st.builds(Pools, st.integers(1, 4), st.integers(1, 4)),
@@ -71,8 +72,9 @@ def test_a_cluster_that_nobody_asks_goes_to_its_floor(world: World) -> None:
     world.run(300)
     world.demand = lambda now: replace(CHAT, rate=0.0)
     world.run(1500)
-    least = world.planner.rules.least
-    assert world.sizes[-1] == least and world.alive == least.total and not world.broken
+    rules = world.planner.rules
+    kept = Sizes(rules.least.prefill + (rules.spares if rules.least.prefill else 0), rules.least.decode + rules.spares)
+    assert world.sizes[-1] == kept and world.alive == kept.total and not world.broken
 
 
 def test_a_spent_budget_goes_to_the_role_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,12 +132,40 @@ def test_a_cold_worker_is_no_pair() -> None:
 
 
 @FEW
-@given(st.floats(0, 0.1), st.integers(0, 10_000), st.floats(2, 30), st.sampled_from([CHAT, heavy("prefill"), heavy("decode")]))
-def test_noise_swings_nothing(noise: float, seed: int, rate: float, demand: Demand) -> None:
-    world = World(planner(), lambda now: replace(demand, rate=rate), Pools(2, 2), noise, seed).run(900)
+@given(
+    st.floats(0, 0.1), st.integers(0, 10_000), st.floats(2, 30), st.sampled_from([CHAT, heavy("prefill"), heavy("decode")]),
+    st.integers(0, 2),
+)  # fmt: skip
+def test_noise_swings_nothing(noise: float, seed: int, rate: float, demand: Demand, spares: int) -> None:
+    world = World(planner(replace(RULES, spares=spares)), lambda now: replace(demand, rate=rate), Pools(2, 2), noise, seed).run(900)
     late = [each for each in world.actions if each[0] > 300]
     assert not world.reversals(RULES.hold_s)
     assert len(late) <= 1, late
+
+
+def test_a_spare_serves_while_others_start() -> None:
+    """The load doubles, and a worker takes 50 s to start."""
+
+    def served(spares: int) -> float:
+        load = steps(replace(CHAT, rate=14.0), replace(CHAT, rate=28.0), every_s=300.0)
+        world = World(planner(replace(RULES, spares=spares)), load, Pools(3, 3), start_s=50.0)
+        world.run(350)
+        shares = [world.effect(load(300.0), sizes).attainment for sizes in world.sizes[-10:]]
+        assert not world.broken
+        return sum(shares) / 10
+
+    assert served(1) > served(0) + 0.2
+
+
+def test_spares_are_within_the_budget_and_no_role_waits_for_one() -> None:
+    rules = replace(RULES, spares=2, most=Sizes(4, 8))
+    for need, kept in (((1, 1), (3, 3)), ((3, 1), (4, 3)), ((2, 4), (3, 5)), ((4, 4), (4, 4)), ((0, 2), (0, 4))):
+        assert deciding.with_spares(Sizes(*need), rules) == Sizes(*kept)
+    assert deciding.with_spares(Sizes(2, 1), replace(rules, costs=(2.0, 1.0))) == Sizes(3, 2), "by what a worker costs"
+    world = World(
+        planner(replace(rules, most=RULES.most)), steps(heavy("prefill", 30.0), heavy("decode", 20.0), every_s=300.0), Pools(2, 2)
+    )
+    assert world.run(590).sizes[-1].decode >= 4 and not world.broken
 
 
 def test_without_hysteresis_noise_swings(monkeypatch: pytest.MonkeyPatch) -> None:
