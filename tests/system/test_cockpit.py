@@ -10,11 +10,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-from chromium import chromium, needs_chromium
+from chromium import chromium, look_at, needs_chromium, opened
 from live_cluster import Cluster, cluster
 from playwright.sync_api import Browser, Page, expect
 
@@ -22,7 +21,6 @@ from baton.cli.up import SHIPPED
 
 pytestmark = [pytest.mark.system, needs_chromium]
 SLOW, RUN = 60_000, 180_000  # ms
-SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 CHARTS = ["Time to first token", "Time per output token", "Output tokens/s", "Queue", "KV in use", "Batch use"]
 
 
@@ -51,23 +49,6 @@ def cockpit(live: Cluster, *flags: str) -> Iterator[str]:
             assert process.wait(60) == 0, "Ctrl-C ends it in good order"
 
 
-@contextmanager
-def opened(browser: Browser, url: str, allowed: str = "", **options: Any) -> Iterator[Page]:
-    """A visitor. An error or warning in the console is a failure, and so is a request to another server."""
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-    page, complaints = context.new_page(), list[str]()
-    page.on("console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("request", lambda request: None if request.url.startswith((url, "data:")) else complaints.append(request.url))
-    page.set_default_timeout(SLOW)
-    try:
-        page.goto(url)
-        yield page
-        assert not [text for text in complaints if not (allowed and allowed in text)]
-    finally:
-        context.close()
-
-
 def knob(page: Page, name: str) -> Any:
     return page.get_by_role("slider", name=name, exact=True)
 
@@ -77,11 +58,6 @@ def finish(page: Page) -> str:
     said = page.get_by_role("status").filter(has_text="requests ended ok")
     expect(said).to_be_visible(timeout=RUN)
     return said.inner_text()
-
-
-def picture(page: Page, name: str) -> None:
-    if folder := os.environ.get("BATON_TEST_PICTURES"):
-        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
 def test_an_experiment_runs_on_the_cluster_and_its_numbers_can_be_read(browser: Browser, live: Cluster) -> None:
@@ -139,13 +115,7 @@ def test_the_simulator_is_used_with_the_keyboard_alone_and_runs_are_compared(bro
         expect(page.locator("#shown")).to_have_text("Run 2: Static batching, with 1 (simulated)", timeout=SLOW)
         expect(page.get_by_role("button", name="Compare run 1")).to_be_focused()
         expect(page.get_by_role("img", name=re.compile("^Queue, simulated: run 2 .*, run 1 "))).to_be_visible()
-        for width in (1280, 390):
-            page.set_viewport_size({"width": width, "height": 900})
-            for scheme in SCHEMES:
-                page.emulate_media(color_scheme=scheme)
-                page.wait_for_timeout(300)
-                picture(page, f"cockpit-{width}-{scheme}")
-                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
+        look_at(page, "cockpit")
 
 
 def ttft(said: str) -> float:
