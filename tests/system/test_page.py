@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import SCHEMES, chromium, needs_chromium, opened, picture
+from chromium import SCHEMES, WIDTHS, chromium, needs_chromium, opened, picture
 from live_cluster import Cluster, cluster, toy, toy_output
 from playwright.sync_api import Browser, Page, Route, expect
 
@@ -131,7 +131,7 @@ def test_a_workers_gpus_are_shown_as_far_as_they_are_told(page: Page, live: Clus
     expect(card(page, "decode-1").locator(".gpu")).to_have_count(0)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
     picture(page, "gpus")
-    page.set_viewport_size({"width": 420, "height": 900})
+    page.set_viewport_size({"width": min(WIDTHS), "height": 900})
     picture(page, "gpus-narrow")
 
 
@@ -279,6 +279,23 @@ def test_requests_are_found_by_how_they_ended_and_where(page: Page, live: Cluste
         assert ("found" in [one["request_id"] for one in told]) == (worker == where)
 
 
+def test_slow_requests_are_found_among_quick_ones(page: Page, live: Cluster) -> None:
+    assert ask_at_once(live, "hare", 1) == ask_at_once(live, "tortoise", 250) == 200
+    quick, slow = (page.evaluate(f"fetch('live/{name}').then(answer => answer.json())")["e2e"] for name in ("hare", "tortoise"))
+    border = f"{(quick + slow) / 2:.3f}"
+    page.get_by_role("spinbutton", name="slower than").fill(border)
+    page.keyboard.press("Enter")
+    expect(page.locator("#ended tbody tr", has_text="hare")).to_have_count(0, timeout=SLOW)
+    told = page.evaluate(f"fetch('requests?slower_than={border}&limit=20').then(answer => answer.json())")
+    assert told["matched"] < page.evaluate("fetch('requests').then(answer => answer.json())")["matched"]
+    assert all(one["e2e"] >= float(border) for one in told["requests"])
+    expect(page.locator("#ended tbody tr th")).to_have_text([one["request_id"] for one in told["requests"]])
+    assert rows(page)[0] == "tortoise"
+    page.get_by_role("spinbutton", name="slower than").fill("")
+    page.keyboard.press("Enter")
+    expect(page.locator("#ended tbody tr", has_text="hare")).to_have_count(1)
+
+
 def test_the_bars_of_the_list_have_one_scale(page: Page, live: Cluster) -> None:
     assert ask_at_once(live, "brief", 1) == ask_at_once(live, "lengthy", 200) == 200
     expect(page.locator("#ended tbody tr").first).to_contain_text("lengthy", timeout=SLOW)
@@ -380,7 +397,7 @@ def test_a_request_that_lost_its_worker_completes_and_shows_the_retry(browser: B
         expect(page.locator("#trace tr.failed")).to_contain_text("WORKER_LOST")
 
 
-@pytest.mark.parametrize("width", [1280, 420])
+@pytest.mark.parametrize("width", WIDTHS)
 def test_the_page_fits_two_widths_in_light_and_dark(browser: Browser, live: Cluster, width: int) -> None:
     with opened(browser, address(live), viewport={"width": width, "height": 900}) as page:
         expect(card(page, "decode-0").locator(".state")).to_have_text("ready", timeout=SLOW)
