@@ -3,11 +3,14 @@
 `BATON_TEST_PICTURES=folder` saves screenshots at two widths, light and dark.
 """
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +35,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Cluster]:
-    with cluster(SHIPPED, prefill=1, decode=1) as running:
+    with cluster(SHIPPED, "--engine.speculation", "prompt_lookup", prefill=1, decode=1) as running:
         yield running
 
 
@@ -123,6 +126,57 @@ def ttft(said: str) -> float:
     found = re.search(r"TTFT P50 ([\d.]+) (m?s)", said)
     assert found is not None
     return float(found[1]) * (1 if found[2] == "ms" else 1000)
+
+
+def run(url: str, experiment: str, **settings: Any) -> dict[str, Any]:
+    """What is kept of a run of five seconds on the real cluster."""
+
+    def ask(path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(urllib.request.Request(url + path, data, {"content-type": "application/json"}), timeout=60) as answer:
+            return json.loads(answer.read())
+
+    began = ask("start", {"experiment": experiment, "where": "real", "settings": {"duration_s": 5, "output": 8} | settings})
+    deadline = time.monotonic() + RUN / 1000
+    while (told := ask(f"runs/{began['id']}?since=0"))["state"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert told["state"] == "done" and told["label"] == "real cluster" and not told["doubts"], told["message"]
+    assert told["figures"]["requests"] == told["figures"]["completed"] > 0 and len(told["points"]) >= 4
+    return dict(told["figures"])
+
+
+def test_what_requests_share_is_computed_once_by_real_workers(live: Cluster) -> None:
+    def computed() -> float:
+        return sum(live.counted("baton_engine_computed_tokens_total").values())
+
+    with cockpit(live) as url:
+        before = computed()
+        on = run(url, "caching", prompt=128, shared=0.8)
+        between = computed()
+        off = run(url, "caching", prompt=128, shared=0.8, caching="off")
+        less = (computed() - between) - (between - before)
+    assert on["requests"] == off["requests"] and on["cached"] > 0.5 and off["cached"] == 0
+    assert less == pytest.approx(128 * on["requests"] * on["cached"]), "what was cached was not computed"
+
+
+def test_real_workers_guess_if_they_are_asked_to(live: Cluster) -> None:
+    def right() -> float:
+        return live.counted("baton_engine_accepted_tokens_total")["decode"]
+
+    with cockpit(live) as url:
+        before = right()
+        run(url, "speculation", speculation="off", output=64)
+        assert right() == before
+        run(url, "speculation", speculation="on", output=64)
+        assert right() > before, "a step yielded several tokens"
+
+
+def test_the_breaking_point_of_a_real_cluster_is_that_of_its_objectives(live: Cluster) -> None:
+    with cockpit(live) as url:
+        assert run(url, "breaking", rate=10.0, ttft_ms=10_000, tpot_ms=1000)["breaks"] == {"held": 10.0, "broke": None}
+        strict = run(url, "breaking", rate=5.0, prompt=1024, ttft_ms=10, tpot_ms=1)
+        assert strict["breaks"]["held"] is None and strict["breaks"]["broke"] and strict["attainment"] < 0.9
 
 
 def test_what_is_refused_is_shown_at_its_slider(browser: Browser, live: Cluster) -> None:
