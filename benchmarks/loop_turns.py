@@ -62,7 +62,6 @@ from router.admin import AdminDoor, Own
 from router.admission import Admission
 from router.clients import GrpcWorkers
 from router.dispatch import Dispatcher
-from router.http.errors import to_json
 from router.http.page import Page
 from router.journal import Entry, Journal
 from router.live import Live
@@ -347,11 +346,11 @@ async def house(address: str, routers: int = 0) -> tuple[Live, AdminDoor, GrpcWo
 async def page() -> Turns:
     with everyone() as address:
         live, _, workers, _ = await house(address)
-        visit = getattr(Page(live, cast(Any, None), ApiKeys(), "127.0.0.1"), "_shared", None)
+        visit = Page(live, cast(Any, None), ApiKeys(), "127.0.0.1")._state.text
 
         async def viewer() -> None:
             for _ in range(3):
-                await visit() if visit else to_json(await live.look())
+                await visit()
                 await asyncio.sleep(0.5)
 
         with watched() as turns:

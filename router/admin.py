@@ -61,7 +61,8 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         self._unproved = own.unproved
 
     async def Status(self, request: worker_pb2.StatusRequest, context: Context) -> worker_pb2.StatusResponse:
-        own, planner = self._describe_router(), await self._watch.planner()
+        own, plans = self._describe_router(), await self._watch.plans()
+        planner = None if plans is None else plans.planner
         return worker_pb2.StatusResponse(
             endpoints=own.endpoints,
             model=own.model_name,

@@ -121,6 +121,11 @@ class Live:
     async def draw(self, since: int) -> list[dict[str, Any]]:
         return await in_slices(draw, await self.points(since))
 
+    async def plans(self) -> dict[str, Any]:
+        """What planners have decided lately, whichever router is asked."""
+        plans = await self._watch.plans()
+        return {"registry": "away"} if plans is None else {"registry": "reachable", **plans.to_json()}
+
     async def _look(self) -> dict[str, Any]:
         now, journal, record = self._clock(), self._journal, self._describe()
         entries = [*journal.open_entries]

@@ -6,15 +6,16 @@ failed calls and probes decide which workers are down.
 
 import asyncio
 import logging
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 
 from baton.clock import loop_time
 from baton.cluster.config import Config
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.records import PlannerRecord, PlanRecord, Pools, StartRecord, WorkerRecord
+from baton.cluster.records import Pools, StartRecord, WorkerRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
 from router.members import Joined, Left, Reincarnated
+from router.plans import NOTES, Plans
 from router.prefix_index import Applied, Filling
 from router.probes import Probes
 from router.served import Refused
@@ -28,7 +29,6 @@ SNAPSHOT_AT_LEAST_EVERY_S = 10.0  # however often it has failed
 EVENTS_WAIT_S = 1.0
 AWAY_S = 0.5  # pause before asking the registry again after a failure
 SLICE_KEYS = 4096  # that are put into the index in one turn of the event loop
-NOTES = 16  # of planners, among which the last decision is looked for
 LONGEST_NAME = 64  # of a cluster; the chart cuts longer ones
 
 
@@ -80,20 +80,13 @@ class Watch:
         except RegistryUnavailable:
             return []
 
-    async def planner(self) -> PlannerRecord | None:
-        """None: no planner leads, and the last decision was not one of a dry run; or the registry does not answer."""
+    async def plans(self) -> Plans | None:
+        """What planners have decided lately. None: the registry does not answer."""
         try:
             leader, notes = await self._registry.leader(), await self._registry.noted_plans(NOTES)
         except RegistryUnavailable:
             return None
-        decided = None
-        for note in notes:
-            with suppress(ValueError):  # it is what came of a decision
-                plan = PlanRecord.from_json(note)
-                decided = plan if plan.dry is not bool(leader) else decided
-        if decided is None:
-            return PlannerRecord(leader.partition(" ")[0], False) if leader else None
-        return PlannerRecord(leader.partition(" ")[0], decided.dry, decided.at, decided.action, decided.why)
+        return Plans.of(leader.partition(" ")[0], notes)
 
     async def end(self) -> bool:
         """Writes into the registry that the cluster should end. Returns False if no supervisor reads that. Raises RegistryUnavailable,

@@ -256,7 +256,7 @@ PURE = (
     "kvtransfer/choose.py", "kvtransfer/nixl_link.py", "router/prompt_lease.py",
     "router/degradation.py", "router/outliers.py", "router/retry_budget.py",
     "router/prefix_index.py", "router/admission.py", "router/pace.py",
-    "router/curves.py", "router/listing.py",
+    "router/curves.py", "router/listing.py", "router/plans.py",
     *(f"router/tools/{name}.py" for name in ("arguments", "calls", "delta", "families", "forms", "generic", "grammar", "reading")),
     "router/tools/source.py", "router/tools/thinking.py", "router/conversation.py",
     "router/stop.py", "router/slo.py", "router/resume.py", "router/transcript.py", "loadtest/latency.py",

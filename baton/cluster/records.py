@@ -211,24 +211,8 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRecord:
-    """What of a planner's decision every reader needs; `baton.planner.records` writes more."""
-
-    kind: Literal["decision"]
-    at: float  # seconds since the epoch
-    action: str  # empty: nothing was changed
-    why: str
-    dry: bool = False
-
-    @classmethod
-    def from_json(cls, data: bytes | str) -> "PlanRecord":
-        """Raises ValueError for data that is not a decision."""
-        return _checked(lambda: _PLAN.validate_json(data), "plan")
-
-
-@dataclass(frozen=True, slots=True)
 class PlannerRecord:
-    """The planner that leads, and what it decided last; times and words as in `PlanRecord`."""
+    """The planner that leads, and what it decided last; times and words as in `plan_notes.PlanRecord`."""
 
     leader: str  # empty: in a dry run nobody leads
     dry_run: bool
@@ -278,7 +262,6 @@ _RECORD = TypeAdapter(WorkerRecord)
 _ROUTER = TypeAdapter(RouterRecord)
 _START = TypeAdapter(StartRecord)
 _POOLS = TypeAdapter(Pools)
-_PLAN = TypeAdapter(PlanRecord)
 
 
 def _checked(read: Callable[[], T], what: str) -> T:

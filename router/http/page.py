@@ -6,13 +6,14 @@
     /requests         a list of such records: `sort`, `ascending`, `failed`, `slower_than`, `outcome`, `worker`, `tenant`, `skip`,
                       `limit` as in `router.listing.Query`
     /curves           the last quarter of an hour, from the point with the number `since` on
+    /plans            `router.live.Live.plans`
     /v1/...           the HTTP door
 
 Another page must not reach this one through a visitor's browser (`strangers`).
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,26 @@ SHARED_S = 0.25  # for which a look serves other visitors, too
 PAGE_ROWS = 100  # of a list, at most
 
 
+class Shared:
+    """Data made once for all visitors of a moment: the state of a thousand workers takes milliseconds."""
+
+    def __init__(self, make: Callable[[], Awaitable[Any]], keys: ApiKeys) -> None:
+        self._make, self._keys = make, keys
+        self._lock = asyncio.Lock()
+        self._made, self._made_at = b"", -SHARED_S
+
+    async def answer(self, request: Request) -> Response:
+        self._keys.tenant(request.headers.get("authorization"))
+        return answer(await self.text())
+
+    async def text(self) -> bytes:
+        async with self._lock:
+            if loop_time() - self._made_at >= SHARED_S:
+                self._made = to_json(await self._make())
+                self._made_at = loop_time()
+            return self._made
+
+
 class Page:
     """An ASGI application."""
 
@@ -49,10 +70,12 @@ class Page:
         self._door = door
         self._keys = keys
         self._only_loopback = is_loopback(host)
-        self._lock = asyncio.Lock()
-        self._made, self._made_at = b"", -SHARED_S
+        self._state, plans = Shared(live.look, keys), Shared(live.plans, keys)
         files = [Route(path, self._file) for path in FILES]
-        data = {"/live": self._look, "/live/{request_id:path}": self._find, "/requests": self._list, "/curves": self._draw}
+        data = {
+            "/live": self._state.answer, "/live/{request_id:path}": self._find, "/requests": self._list, "/curves": self._draw,
+            "/plans": plans.answer,
+        }  # fmt: skip
         self._router = Router([*files, *(Route(path, make) for path, make in data.items())], redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,18 +95,6 @@ class Page:
 
     async def _file(self, request: Request) -> Response:
         return FileResponse(STATIC / FILES[request.url.path], headers=HEADERS)
-
-    async def _look(self, request: Request) -> Response:
-        self._keys.tenant(request.headers.get("authorization"))
-        return answer(await self._shared())
-
-    async def _shared(self) -> bytes:
-        """The state, made once for all visitors of a moment: of a thousand workers it takes milliseconds."""
-        async with self._lock:
-            if loop_time() - self._made_at >= SHARED_S:
-                self._made = to_json(await self._live.look())
-                self._made_at = loop_time()
-            return self._made
 
     async def _find(self, request: Request) -> Response:
         self._keys.tenant(request.headers.get("authorization"))

@@ -12,6 +12,7 @@ from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.metric_table import REFUSALS
 from baton.cluster.metrics import Book
+from baton.cluster.plan_notes import read_notes
 from baton.cluster.records import Pools
 from baton.cluster.registry import RegistryUnavailable
 from baton.planner.capacity import Model
@@ -26,6 +27,7 @@ from baton.simulate import virtual_time
 from baton.simulate.cluster import SimulatedCluster, Sizes
 from baton.simulate.pools import SimulatedPools
 from baton.simulate.workers import Times
+from router.plans import Plans
 
 SIZES = Sizes(2, 2, max_num_seqs=64, kv_blocks=6000)
 # A slow worker, so that few requests are a load: 2,000 tokens of prompts per second; 32 sequences decode with 100 ms a token.
@@ -95,6 +97,7 @@ async def notes(rehearsal: Rehearsal) -> list[dict[str, Any]]:
 def test_a_shift_of_phase_flips_a_worker_under_load_and_nothing_is_lost() -> None:
     told: list[dict[str, Any]] = []
     roles: list[tuple[int, int]] = []
+    raw: list[bytes] = []
 
     async def act(rehearsal: Rehearsal) -> None:
         planning = asyncio.create_task(rehearsal.controller().run())
@@ -103,6 +106,7 @@ def test_a_shift_of_phase_flips_a_worker_under_load_and_nothing_is_lost() -> Non
         await rehearsal.offer(90, 0.5, prompt=64, output=260)
         roles.append((rehearsal.pools.serving("prefill"), rehearsal.pools.serving("decode")))
         told.extend(await notes(rehearsal))
+        raw.extend(await rehearsal.cluster.registry.noted_plans(100))
         planning.cancel()
 
     rehearsal = rehearse(act)
@@ -113,6 +117,10 @@ def test_a_shift_of_phase_flips_a_worker_under_load_and_nothing_is_lost() -> Non
     assert changes and changes <= set(outcomes) | {max(changes)}
     flips = [note for note in told if "serves decode instead" in note.get("action", "")]
     assert flips and flips[-1]["expected"]["attainment"] >= flips[-1]["now"]["attainment"] and flips[-1]["alternatives"]
+    assert len(read_notes(raw)) == len(raw), "a router can read what a planner writes"
+    shown = Plans.of("planner-0", raw).decisions
+    assert all(plan.alternatives and plan.expected and plan.demand.rate and plan.forecast.by for plan, _ in shown if plan.action)
+    assert {plan.change for plan, came in shown if came} == set(outcomes)
 
 
 def test_a_burst_of_long_prompts_is_seen_before_its_first_token() -> None:

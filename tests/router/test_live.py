@@ -26,6 +26,7 @@ from router.listing import Query
 from router.live import GONE_S, MAX_RECENT, MAX_REQUESTS, MAX_WORKERS, Live, merge_looks
 from router.members import ABSENT_S
 from router.peers import Peers
+from router.plans import Plans
 from router.request import Request, Token
 from router.view import ClusterView
 
@@ -39,6 +40,9 @@ class Watching:
     async def wanted(self) -> Pools | None:
         self.asked += 1
         return self.sizes
+
+    async def plans(self) -> Plans | None:
+        return Plans.of("planner-0", []) if self.registry_reachable else None
 
 
 @dataclass
@@ -369,3 +373,11 @@ async def test_no_turn_of_the_event_loop_is_long_however_much_is_kept() -> None:
         with watched() as turns:
             await work
         turns.check(0.02)
+
+
+async def test_what_a_planner_decides_is_unknown_while_the_registry_is_away() -> None:
+    house = House()
+    leads = {"registry": "reachable", "planner": {"leader": "planner-0", "dry_run": False}, "decisions": []}
+    assert await house.live.plans() == leads
+    house.watch.registry_reachable = False
+    assert await house.live.plans() == {"registry": "away"}

@@ -3,18 +3,20 @@
 `BATON_TEST_PICTURES=folder` saves screenshots at two widths, light and dark.
 """
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-from chromium import chromium, needs_chromium
+from chromium import chromium, look_at, needs_chromium, opened
 from live_cluster import Cluster, cluster
 from playwright.sync_api import Browser, Page, expect
 
@@ -22,7 +24,6 @@ from baton.cli.up import SHIPPED
 
 pytestmark = [pytest.mark.system, needs_chromium]
 SLOW, RUN = 60_000, 180_000  # ms
-SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 CHARTS = ["Time to first token", "Time per output token", "Output tokens/s", "Queue", "KV in use", "Batch use"]
 
 
@@ -34,7 +35,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Cluster]:
-    with cluster(SHIPPED, prefill=1, decode=1) as running:
+    with cluster(SHIPPED, "--engine.speculation", "prompt_lookup", prefill=1, decode=1) as running:
         yield running
 
 
@@ -51,23 +52,6 @@ def cockpit(live: Cluster, *flags: str) -> Iterator[str]:
             assert process.wait(60) == 0, "Ctrl-C ends it in good order"
 
 
-@contextmanager
-def opened(browser: Browser, url: str, allowed: str = "", **options: Any) -> Iterator[Page]:
-    """A visitor. An error or warning in the console is a failure, and so is a request to another server."""
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-    page, complaints = context.new_page(), list[str]()
-    page.on("console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("request", lambda request: None if request.url.startswith((url, "data:")) else complaints.append(request.url))
-    page.set_default_timeout(SLOW)
-    try:
-        page.goto(url)
-        yield page
-        assert not [text for text in complaints if not (allowed and allowed in text)]
-    finally:
-        context.close()
-
-
 def knob(page: Page, name: str) -> Any:
     return page.get_by_role("slider", name=name, exact=True)
 
@@ -77,11 +61,6 @@ def finish(page: Page) -> str:
     said = page.get_by_role("status").filter(has_text="requests ended ok")
     expect(said).to_be_visible(timeout=RUN)
     return said.inner_text()
-
-
-def picture(page: Page, name: str) -> None:
-    if folder := os.environ.get("BATON_TEST_PICTURES"):
-        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
 def test_an_experiment_runs_on_the_cluster_and_its_numbers_can_be_read(browser: Browser, live: Cluster) -> None:
@@ -139,13 +118,7 @@ def test_the_simulator_is_used_with_the_keyboard_alone_and_runs_are_compared(bro
         expect(page.locator("#shown")).to_have_text("Run 2: Static batching, with 1 (simulated)", timeout=SLOW)
         expect(page.get_by_role("button", name="Compare run 1")).to_be_focused()
         expect(page.get_by_role("img", name=re.compile("^Queue, simulated: run 2 .*, run 1 "))).to_be_visible()
-        for width in (1280, 390):
-            page.set_viewport_size({"width": width, "height": 900})
-            for scheme in SCHEMES:
-                page.emulate_media(color_scheme=scheme)
-                page.wait_for_timeout(300)
-                picture(page, f"cockpit-{width}-{scheme}")
-                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
+        look_at(page, "cockpit")
 
 
 def ttft(said: str) -> float:
@@ -153,6 +126,57 @@ def ttft(said: str) -> float:
     found = re.search(r"TTFT P50 ([\d.]+) (m?s)", said)
     assert found is not None
     return float(found[1]) * (1 if found[2] == "ms" else 1000)
+
+
+def run(url: str, experiment: str, **settings: Any) -> dict[str, Any]:
+    """What is kept of a run of five seconds on the real cluster."""
+
+    def ask(path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(urllib.request.Request(url + path, data, {"content-type": "application/json"}), timeout=60) as answer:
+            return json.loads(answer.read())
+
+    began = ask("start", {"experiment": experiment, "where": "real", "settings": {"duration_s": 5, "output": 8} | settings})
+    deadline = time.monotonic() + RUN / 1000
+    while (told := ask(f"runs/{began['id']}?since=0"))["state"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert told["state"] == "done" and told["label"] == "real cluster" and not told["doubts"], told["message"]
+    assert told["figures"]["requests"] == told["figures"]["completed"] > 0 and len(told["points"]) >= 4
+    return dict(told["figures"])
+
+
+def test_what_requests_share_is_computed_once_by_real_workers(live: Cluster) -> None:
+    def computed() -> float:
+        return sum(live.counted("baton_engine_computed_tokens_total").values())
+
+    with cockpit(live) as url:
+        before = computed()
+        on = run(url, "caching", prompt=128, shared=0.8)
+        between = computed()
+        off = run(url, "caching", prompt=128, shared=0.8, caching="off")
+        less = (computed() - between) - (between - before)
+    assert on["requests"] == off["requests"] and on["cached"] > 0.5 and off["cached"] == 0
+    assert less == pytest.approx(128 * on["requests"] * on["cached"]), "what was cached was not computed"
+
+
+def test_real_workers_guess_if_they_are_asked_to(live: Cluster) -> None:
+    def right() -> float:
+        return live.counted("baton_engine_accepted_tokens_total")["decode"]
+
+    with cockpit(live) as url:
+        before = right()
+        run(url, "speculation", speculation="off", output=64)
+        assert right() == before
+        run(url, "speculation", speculation="on", output=64)
+        assert right() > before, "a step yielded several tokens"
+
+
+def test_the_breaking_point_of_a_real_cluster_is_that_of_its_objectives(live: Cluster) -> None:
+    with cockpit(live) as url:
+        assert run(url, "breaking", rate=10.0, ttft_ms=10_000, tpot_ms=1000)["breaks"] == {"held": 10.0, "broke": None}
+        strict = run(url, "breaking", rate=5.0, prompt=1024, ttft_ms=10, tpot_ms=1)
+        assert strict["breaks"]["held"] is None and strict["breaks"]["broke"] and strict["attainment"] < 0.9
 
 
 def test_what_is_refused_is_shown_at_its_slider(browser: Browser, live: Cluster) -> None:

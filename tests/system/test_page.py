@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-from chromium import chromium, needs_chromium
+from chromium import SCHEMES, WIDTHS, chromium, needs_chromium, opened, picture
 from live_cluster import Cluster, cluster, toy, toy_output
 from playwright.sync_api import Browser, Page, Route, expect
 
@@ -28,7 +28,6 @@ from baton.client import Client
 
 pytestmark = [pytest.mark.system, needs_chromium]
 SLOW = 30_000  # ms
-SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 NOTE_PIECES = """() => {
     window.pieces = []  // times at which pieces of the answer came, ms
     new MutationObserver(() => window.pieces.push(performance.now())).observe(document.getElementById("answer"), {childList: true})
@@ -50,33 +49,8 @@ def live() -> Iterator[Cluster]:
 
 @pytest.fixture
 def page(browser: Browser, live: Cluster) -> Iterator[Page]:
-    with opened(browser, live) as page:
+    with opened(browser, address(live)) as page:
         yield page
-
-
-class opened:
-    """A visitor of the page. An error or warning in the console is a failure, and so is a request to another server."""
-
-    def __init__(self, browser: Browser, live: Cluster, allowed: str = "", **options: Any) -> None:
-        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-        self.page, self.live, self.allowed = self.context.new_page(), live, allowed
-        self.complaints: list[str] = []
-        self.page.on("console", lambda message: self.complaints.append(message.text) if message.type in ("error", "warning") else None)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: None if self._is_ours(request.url) else self.complaints.append(request.url))
-
-    def _is_ours(self, url: str) -> bool:
-        return url.startswith((f"http://{self.live.page}/", "data:"))
-
-    def __enter__(self) -> Page:
-        self.page.goto(f"http://{self.live.page}/")
-        return self.page
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.context.close()
-        if kind is None:
-            complaints = [text for text in self.complaints if not (self.allowed and self.allowed in text)]
-            assert not complaints
 
 
 @contextmanager
@@ -104,13 +78,12 @@ def busy(live: Cluster) -> Iterator[None]:
             thread.join()
 
 
+def address(live: Cluster) -> str:
+    return f"http://{live.page}/"
+
+
 def card(page: Page, worker: str) -> Any:
     return page.locator(f'.card[data-worker="{worker}"]')
-
-
-def picture(page: Page, name: str) -> None:
-    if folder := os.environ.get("BATON_TEST_PICTURES"):
-        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
 def test_the_page_shows_the_pools(page: Page, live: Cluster) -> None:
@@ -120,6 +93,12 @@ def test_the_page_shows_the_pools(page: Page, live: Cluster) -> None:
         expect(card(page, name).locator(".state")).to_have_text("ready")
     assert page.locator("#wires path").count() == 3
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
+
+
+def test_without_a_planner_a_sentence_says_so(page: Page) -> None:
+    panel = page.get_by_role("region", name="Planner")
+    expect(panel.get_by_role("status")).to_contain_text("No planner runs", timeout=SLOW)
+    expect(panel.locator("details")).to_have_count(0)
 
 
 def test_a_workers_gpus_are_shown_as_far_as_they_are_told(page: Page, live: Cluster) -> None:
@@ -152,7 +131,7 @@ def test_a_workers_gpus_are_shown_as_far_as_they_are_told(page: Page, live: Clus
     expect(card(page, "decode-1").locator(".gpu")).to_have_count(0)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
     picture(page, "gpus")
-    page.set_viewport_size({"width": 420, "height": 900})
+    page.set_viewport_size({"width": min(WIDTHS), "height": 900})
     picture(page, "gpus-narrow")
 
 
@@ -183,7 +162,7 @@ def test_stop_cancels_the_request(page: Page, live: Cluster) -> None:
 
 
 def test_an_invalid_setting_is_reported(browser: Browser, live: Cluster) -> None:
-    with opened(browser, live, allowed="400 (Bad Request)") as page:
+    with opened(browser, address(live), allowed="400 (Bad Request)") as page:
         page.fill("#max_tokens", "9000")
         page.click("#send")
         expect(page.locator("#answer.bad")).to_have_text(re.compile("max_tokens"))
@@ -300,6 +279,23 @@ def test_requests_are_found_by_how_they_ended_and_where(page: Page, live: Cluste
         assert ("found" in [one["request_id"] for one in told]) == (worker == where)
 
 
+def test_slow_requests_are_found_among_quick_ones(page: Page, live: Cluster) -> None:
+    assert ask_at_once(live, "hare", 1) == ask_at_once(live, "tortoise", 250) == 200
+    quick, slow = (page.evaluate(f"fetch('live/{name}').then(answer => answer.json())")["e2e"] for name in ("hare", "tortoise"))
+    border = f"{(quick + slow) / 2:.3f}"
+    page.get_by_role("spinbutton", name="slower than").fill(border)
+    page.keyboard.press("Enter")
+    expect(page.locator("#ended tbody tr", has_text="hare")).to_have_count(0, timeout=SLOW)
+    told = page.evaluate(f"fetch('requests?slower_than={border}&limit=20').then(answer => answer.json())")
+    assert told["matched"] < page.evaluate("fetch('requests').then(answer => answer.json())")["matched"]
+    assert all(one["e2e"] >= float(border) for one in told["requests"])
+    expect(page.locator("#ended tbody tr th")).to_have_text([one["request_id"] for one in told["requests"]])
+    assert rows(page)[0] == "tortoise"
+    page.get_by_role("spinbutton", name="slower than").fill("")
+    page.keyboard.press("Enter")
+    expect(page.locator("#ended tbody tr", has_text="hare")).to_have_count(1)
+
+
 def test_the_bars_of_the_list_have_one_scale(page: Page, live: Cluster) -> None:
     assert ask_at_once(live, "brief", 1) == ask_at_once(live, "lengthy", 200) == 200
     expect(page.locator("#ended tbody tr").first).to_contain_text("lengthy", timeout=SLOW)
@@ -327,7 +323,7 @@ def test_a_row_leads_to_the_trace_of_its_request(page: Page, live: Cluster) -> N
     assert told["request_id"] == "told/apart" and link.get_attribute("href") == "live/told%2Fapart"
     page.keyboard.press("Escape")
     expect(page.locator("#trace")).not_to_be_visible()
-    page.goto(f"http://{live.page}/#request=told%2Fapart")
+    page.goto(f"{address(live)}#request=told%2Fapart")
     expect(page.locator("#trace_title")).to_have_text("told/apart")
 
 
@@ -386,7 +382,7 @@ def test_a_request_that_lost_its_worker_completes_and_shows_the_retry(browser: B
     assert len(toy_output(list(f"user: {text}\nassistant: ".encode()), max_tokens=150, ignore_eos=False)) == 150, (
         "the toy ends this text too soon"
     )
-    with cluster(toy(tmp_path / "toy", step_delay_ms=60), decode=2) as live, opened(browser, live) as page:
+    with cluster(toy(tmp_path / "toy", step_delay_ms=60), decode=2) as live, opened(browser, address(live)) as page:
         page.fill("#prompt", text)
         page.fill("#max_tokens", "150")
         page.fill("#temperature", "0")
@@ -401,9 +397,9 @@ def test_a_request_that_lost_its_worker_completes_and_shows_the_retry(browser: B
         expect(page.locator("#trace tr.failed")).to_contain_text("WORKER_LOST")
 
 
-@pytest.mark.parametrize("width", [1280, 420])
+@pytest.mark.parametrize("width", WIDTHS)
 def test_the_page_fits_two_widths_in_light_and_dark(browser: Browser, live: Cluster, width: int) -> None:
-    with opened(browser, live, viewport={"width": width, "height": 900}) as page:
+    with opened(browser, address(live), viewport={"width": width, "height": 900}) as page:
         expect(card(page, "decode-0").locator(".state")).to_have_text("ready", timeout=SLOW)
         page.fill("#max_tokens", "120")
         page.click("#send")
@@ -424,7 +420,7 @@ def test_the_page_asks_for_an_api_key_if_one_is_required(browser: Browser, tmp_p
     keys.write_text(f"me {sha256(b'secret').hexdigest()}\n")
     with (
         cluster(toy(tmp_path / "toy"), "--security.api-keys", str(keys), "--launcher.hang-s", "120", prefill=0) as live,
-        opened(browser, live, allowed="401 (Unauthorized)") as page,
+        opened(browser, address(live), allowed="401 (Unauthorized)") as page,
     ):
         expect(page.locator("#connection")).to_have_text("an API key is needed")
         assert page.locator(".card").count() == 1

@@ -2,6 +2,7 @@
 need them all, in one role and then in the other."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import chromium, look_at, needs_chromium, opened
 from live_cluster import Cluster, cluster, toy, toy_output
+from playwright.sync_api import expect
 
 from baton.planner.records import decode
 from baton.profile.file import Profile
@@ -27,6 +30,7 @@ PLANNER = {
     "period-s": "0", "flip-timeout-s": "30",
 }  # fmt: skip
 WITHIN_S = 120.0
+SLOW = 30_000  # ms
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +121,6 @@ async def test_a_shift_of_phase_flips_workers_under_load(live: Cluster) -> None:
 
 
 def decode_json(done: Any) -> list[dict[str, Any]]:
-    import json
-
     assert done.returncode == 0, done.stderr
     return decode([json.dumps(note).encode() for note in json.loads(done.stdout)])
 
@@ -128,6 +130,31 @@ async def test_why_is_told_to_people(live: Cluster) -> None:
     assert done.returncode == 0 and "why: the load needs" in done.stdout and "settled after" in done.stdout
     planner = live.status()["planner"]
     assert planner["leader"] == "planner-0" and planner["at"] and planner["why"] and not planner["dry_run"]
+
+
+@needs_chromium
+def test_the_page_shows_what_was_decided_and_what_came_of_it(live: Cluster) -> None:
+    with chromium() as browser, opened(browser, f"http://{live.page}/") as page:
+        page.get_by_role("link", name="Planner").click()
+        panel = page.get_by_role("region", name="Planner")
+        expect(panel.get_by_role("status")).to_have_text("planner-0 leads.", timeout=SLOW)
+        expect(panel.locator("details")).not_to_have_count(0, timeout=SLOW)
+        times = [float(at) for at in panel.locator("details").evaluate_all("all => all.map(one => one.dataset.at)")]
+        assert times == sorted(times, reverse=True) and len(times) <= 20, "the newest is the first"
+        flip = panel.locator("details", has_text="instead of").filter(has_text="settled").last
+        flip.locator("summary").focus()
+        page.keyboard.press("Enter")
+        expect(flip.locator("dt")).to_have_text(["workers", "load", "forecast", "expected", "what came"])
+        told = flip.locator("dl")
+        expect(told).to_contain_text(re.compile(r"requests/s of [\d.]+ tokens, of which [\d.]+ are computed, and [\d.]+ of output"))
+        expect(told).to_contain_text(re.compile(r"\d+ % meet the objectives, prefill \d+ % busy, decode \d+ %; as it is \d+ % meet"))
+        expect(told).to_contain_text(re.compile(r"settled after [\d.]+ m?s; "))
+        expect(flip.locator("tbody tr", has_text="chosen")).to_have_count(1)
+        with page.expect_response(re.compile("/plans$")):
+            pass
+        expect(flip).to_have_attribute("open", "")
+        expect(flip.locator("summary")).to_be_focused()
+        look_at(page, "planner")
 
 
 def test_what_it_does_can_be_scraped(live: Cluster) -> None:

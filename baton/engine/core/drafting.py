@@ -339,6 +339,8 @@ class Chosen(Drafter):
         names, counts = [self._names(seq) for seq in seqs], [0] * len(seqs)
         for name, drafter in self._methods.items():
             own = [i for i in range(len(seqs)) if name in names[i]]
+            if not own:
+                continue
             for i, count in zip(own, drafter.most([seqs[i] for i in own], rows), strict=False):
                 limit = seqs[i].params.speculation.max_tokens
                 self._worth[name, seqs[i]] = count if limit is None else min(count, limit)

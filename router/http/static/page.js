@@ -1,5 +1,6 @@
-// Asks /live twice a second and shows the answer; the curves and the list of requests ask for themselves.
+// Asks /live twice a second and shows the answer; the curves, the planner and the list of requests ask for themselves.
 import { loadCurves } from "./curves.js";
+import { loadPlans } from "./plans.js";
 import { showPlayground } from "./playground.js";
 import { showPools } from "./pools.js";
 import { offerWorkers, showErrors, showList, showOpen } from "./requests.js";
@@ -53,6 +54,7 @@ function show(now) {
   showErrors(now.errors);
   showList(Object.values(now.totals.outcomes).reduce((sum, one) => sum + one, 0));
   loadCurves();
+  loadPlans();
 }
 
 function gained(name, overS) {

@@ -10,6 +10,7 @@ from baton.engine.core.prediction import CAUGHT_UP, Prediction
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import CANDIDATES, LONGEST, SHORTEST, TAKEN_IN, Follower, Offer, Speculation
+from baton.engine.core.step_costs import Upkeep
 
 FILE = list(range(100, 160))
 
@@ -123,3 +124,12 @@ def test_each_request_is_guessed_for_as_it_asks_and_a_method_is_asked_once_a_ste
     for seq in seqs.values():
         drafter.forget(seq)
     assert drafter.remembered == 0
+
+
+def test_a_method_that_no_sequence_of_a_step_names_is_not_asked() -> None:
+    """What a guess takes was measured, as with every model that has a method: it is that of a mean sequence."""
+    upkeep = Upkeep(guess_token=1e-6)
+    drafter = Chosen({"prediction": Paced(Prediction(), 8, upkeep=upkeep), "one": Paced(Says(1), 8, upkeep=upkeep)}, "one", 8)
+    assert drafter.most([sequence([0, 1], Speculation("none"))], 1) == [0]
+    [some] = drafter.most([sequence([0, 1], Speculation("one", 2))], 1)
+    assert some <= 2

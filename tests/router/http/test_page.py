@@ -38,6 +38,9 @@ class Told:
     async def draw(self, since: int) -> list[dict[str, Any]]:
         return [{"number": since}]
 
+    async def plans(self) -> dict[str, Any]:
+        return {"planner": None}
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
@@ -105,6 +108,7 @@ async def test_live_data_and_single_requests_are_served(tokenizer: Tokenizer) ->
     assert (await ask(tokenizer, "/live/a/b")).json["request_id"] == "a/b"
     assert (await ask(tokenizer, "/live", "POST")).status == 405
     assert (await ask(tokenizer, "/curves?since=7")).json == {"step": 5.0, "kept": 180, "points": [{"number": 7}]}
+    assert (await ask(tokenizer, "/plans")).json == {"planner": None}
 
 
 async def test_a_list_of_requests_is_served_page_by_page(tokenizer: Tokenizer) -> None:
@@ -197,7 +201,7 @@ async def test_a_page_that_listens_on_the_network_accepts_any_host_name(tokenize
     assert (await ask(tokenizer, "/live", at="0.0.0.0", host="baton.example", origin="https://evil.example")).status == 403
 
 
-@pytest.mark.parametrize("path", ["/live", "/live/r1", "/requests", "/curves"])
+@pytest.mark.parametrize("path", ["/live", "/live/r1", "/requests", "/curves", "/plans"])
 async def test_with_keys_configured_live_data_requires_a_key(tokenizer: Tokenizer, path: str) -> None:
     assert (await ask(tokenizer, "/", keys=KEYS)).status == 200
     assert (await ask(tokenizer, path, keys=KEYS)).error["code"] == "invalid_api_key"
