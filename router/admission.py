@@ -66,7 +66,7 @@ class Admitted:
 @dataclass(frozen=True, slots=True)
 class Queued:
     ahead: int  # requests that come first
-    wait_s: float | None = field(default=None, compare=False)  # that it is expected to wait; None: nothing has been measured yet
+    wait_s: float | None = field(default=None, compare=False)  # that it is expected to wait; None: this is no standing queue
     displaced: tuple[str, ...] = ()  # requests of higher priority numbers, which no longer wait: they must be told
 
 
@@ -166,7 +166,7 @@ class Admission:
             self._admit(request_id, weight)
             self._note_wait(0.0, now)
             return Admitted()
-        wait_s = None if self.pace.held_s is None else self._waits(priority, now, due, weight)[1]
+        wait_s = self._waits(priority, now, due, weight)[1] if self.standing(now) else None
         self._waiting[request_id] = _Waiter(priority, now, due, weight, taken)
         ahead = sum(len(line.waiting) for line in lines)
         line = self._lines.setdefault(priority, _Line())

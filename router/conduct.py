@@ -4,13 +4,14 @@ back, and says whether a request may be sent again (`router.retry_budget`)."""
 import logging
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import RoleName, WorkerRecord
 from router.outliers import Ejected, EjectionTerms, Identity, Outliers, Stride
-from router.predictions import Prediction
+from router.predictions import Line, Prediction
 from router.request import Request
 from router.retry_budget import RetryBudget
 from router.served import ServedModel
@@ -21,6 +22,14 @@ GONE = frozenset({Reason.WORKER_LOST, Reason.WRONG_WORKER, Reason.DRAINING})  # 
 LEAST_PROMPT = 32  # tokens that were computed, for a prompt to show a pace
 
 
+class Sent(NamedTuple):
+    """A prompt on its way to its prefill worker."""
+
+    cost: float  # tokens
+    uncached: int
+    first_s: float | None  # until its first token, as is expected
+
+
 class Conduct:
     def __init__(self, model: ServedModel, config: RouterConfig, clock: Callable[[], float]) -> None:
         self.budget = RetryBudget(config.retry_budget)
@@ -29,6 +38,7 @@ class Conduct:
         self._on = config.outlier_share > 0
         self.outliers = Outliers(EjectionTerms(config.outlier_share, config.outlier_s, config.outlier_pace))
         self._model, self._members = model, model.members
+        self._lines: dict[Identity, Line] = {}  # of prefill workers, and of some that have left
         self._clock = clock
         self._members.listen(self._look)
 
@@ -37,24 +47,30 @@ class Conduct:
         """The names of the workers that are put aside."""
         return frozenset(name for name, _ in self.outliers.aside)
 
-    def prefilled(self, worker: WorkerRecord, request: Request, first: FirstToken, took_s: float, cost: float) -> None:
-        """A prefill ended well. `took_s`: from the call to its token. `cost`: tokens, for which the worker was chosen. It shows a pace if
-        most of the prompt was computed, and nothing was fetched: a few tokens after a long cached prefix cost much more each."""
+    def send(self, worker: WorkerRecord, cost: float, uncached: int) -> Sent:
+        """A prompt goes to a prefill worker that was chosen for its `cost` in tokens. `uncached`: those that it is to compute."""
+        line = self._lines.get(_identity(worker))
+        return Sent(cost, uncached, line.expects(cost) if line else None)
+
+    def prefilled(self, worker: WorkerRecord, request: Request, first: FirstToken, took_s: float, sent: Sent) -> None:
+        """A prefill ended well. `took_s`: from the call to its token. It shows a pace if most of the prompt was computed, and nothing
+        was fetched: a few tokens after a long cached prefix cost much more each."""
         self._succeeded(worker, "prefill")
         computed, fetched = len(request.tokens) - first.cached_tokens, first.fetched_tokens
         if computed >= LEAST_PROMPT and 2 * computed >= len(request.tokens) and not fetched:
-            self._note_first(worker, request, took_s, cost)
+            if computed <= sent.uncached:  # else a promise of cached tokens was wrong, and that is judged as such
+                self._note_first(worker, request, took_s, sent)
             token_s = max(0.0, took_s - first.wait_ms / 1000) / computed
             self._members.note_prefill(*_identity(worker), token_s)
             self._note_pace(worker, "prefill", token_s, self._members.prefills)
 
-    def _note_first(self, worker: WorkerRecord, request: Request, took_s: float, cost: float) -> None:
-        """A worker that is not chosen for its cost is no prediction."""
-        if self._members.answers(_identity(worker)) is None or cost <= 0:
-            return
-        if first_s := self._members.first_s(worker.name):
-            request.trace.predictions.append(Prediction("first token", first_s * cost, took_s))
-        self._members.note_first(*_identity(worker), took_s / cost)
+    def _note_first(self, worker: WorkerRecord, request: Request, took_s: float, sent: Sent) -> None:
+        if sent.first_s is not None:
+            request.trace.predictions.append(Prediction("first token", sent.first_s, took_s))
+        identity = _identity(worker)
+        if identity not in self._lines:
+            self._lines = {known: line for known, line in self._lines.items() if self._members.answers(known) is not None}
+        self._lines.setdefault(identity, Line()).note(sent.cost, took_s, self._clock())
 
     def decoded(self, worker: WorkerRecord) -> None:
         """A decode call ended well, or its reader has left it."""

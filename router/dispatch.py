@@ -36,6 +36,7 @@ from router.live_decode import LiveDecode
 from router.outliers import Stride
 from router.poison import Poison
 from router.policy import TERMS, Choice, Identity
+from router.predictions import Prediction
 from router.prompt_lease import JoinedCall, PromptLease, Started
 from router.request import NEAR_DEADLINE_S, Failure, Request, Scores, Timed, Tokens, emitted, too_late
 from router.request_log import RequestLog, name
@@ -204,12 +205,13 @@ class Dispatcher:
             self._poison.begin(work, request, worker.name, worker.incarnation)
             uncached = len(request.tokens) - choice.overlap_blocks * worker.block_size
             sought = self._seek(request, choice, failed, bypass=False)
+            sent = self.conduct.send(worker, choice.cost, uncached)
             members.start_prefill(work, worker.name, uncached)
             self._model.index.predict(worker.name, self._choosing.keys(request), self._clock() + self._config.predict_ttl_s)
             await self._choosing.turn_to_send(request)
             began = self._clock()
             first = await self._first_token(request, choice, uncached, failed, lease)
-            self.conduct.prefilled(worker, request, first, self._clock() - began, choice.cost)
+            self.conduct.prefilled(worker, request, first, self._clock() - began, sent)
         except BatonError as error:
             self.conduct.failed(worker, "prefill", error)
             await self._blame(request, worker, error, failed, work)
@@ -403,6 +405,7 @@ class Dispatcher:
             prompt = Prompt(request.tokens, request.prompt_len, request.keys, request.tenant, request.salt, scored)
             found = trace.uncached = self._explainer.explain(prompt, sought, trace.cached_tokens)
             if found.promised and sought.broken == "stale":  # what others compute, lend or load is another matter
+                trace.predictions.append(Prediction("cached", found.promised, min(found.promised, trace.cached_tokens)))
                 self._compare(sought.worker, found.promised, trace.cached_tokens)
 
     def _compare(self, worker: Identity, promised: int, delivered: int) -> None:

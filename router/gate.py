@@ -6,6 +6,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 from baton.clock import loop_time
 from baton.cluster.config_router import RouterConfig
@@ -21,6 +22,14 @@ from router.validate import Ask, AskSampling
 LOOK_S = 0.02  # between two checks of the waiting requests: workers come and go, and a deadline passes without an event
 LEAST = Ask(sampling=AskSampling(max_tokens=1))  # that a request can ask for
 JUDGE_S = 0.005  # the whole queue is judged at most this often, for many requests may end at once
+
+
+class Expected(NamedTuple):
+    """How long a request that waits was expected to wait."""
+
+    trace: Trace
+    wait_s: float
+    since: float
 
 
 class Gate:
@@ -39,6 +48,7 @@ class Gate:
         self._objectives = objectives
         self._clock = clock
         self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._expected: dict[str, Expected] = {}
         self._numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._judged_at = -math.inf
@@ -54,7 +64,7 @@ class Gate:
         slot = self._name(ask)
         turn = self._waiting[slot] = asyncio.get_running_loop().create_future()
         try:
-            await self._enter(entry.trace, slot, turn, ask, self._due(entry.trace.watch.start, ask, deadline))
+            await self._enter(slot, turn, ask, self._due(entry.trace.watch.start, ask, deadline), entry.trace)
             began = self._clock()
             try:
                 yield
@@ -65,6 +75,7 @@ class Gate:
             self._note_pace(entry, began)
         finally:
             del self._waiting[slot]
+            self._expected.pop(slot, None)
             if self._clock() - self._judged_at >= JUDGE_S:
                 self._drop_hopeless()
             self._let_in(self._admission.leave(slot, self._clock()))
@@ -92,12 +103,14 @@ class Gate:
         if self._admission.late_by(ask.priority, now, due, ask.sequences) is not None:
             self._ask(self._name(ask), ask, due, now)
 
-    async def _enter(self, trace: Trace, slot: str, turn: "asyncio.Future[None]", ask: Ask, due: Due) -> None:
+    async def _enter(self, slot: str, turn: "asyncio.Future[None]", ask: Ask, due: Due, trace: Trace) -> None:
         now = self._clock()
         self._let_in(self._admission.resize(self._count_places(), now))
         answer = self._ask(slot, ask, due, now)
         if isinstance(answer, Admitted):
             return
+        if answer.wait_s is not None:
+            self._expected[slot] = Expected(trace, answer.wait_s, now)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
         left, longest = due.deadline - now, self._config.queue_timeout_s
@@ -105,13 +118,11 @@ class Gate:
             async with asyncio.timeout(min(left, longest)):
                 await turn
         except TimeoutError:
+            self._note_wait(slot)
             if left <= longest:
                 raise BatonError(Reason.DEADLINE, "the deadline of the request passed while it waited for admission") from None
             after = self._admission.retry_after(self._clock())
             raise BatonError(Reason.SATURATED, f"waited {longest:g} s for admission", retry_after=after) from None
-        finally:
-            if answer.wait_s is not None and turn.done() and not turn.cancelled():  # who is dropped has waited longer than was expected
-                trace.predictions.append(Prediction("wait", answer.wait_s, self._clock() - now))
 
     def _ask(self, slot: str, ask: Ask, due: Due, now: float) -> Admitted | Queued:
         """Raises SATURATED."""
@@ -155,6 +166,7 @@ class Gate:
     def _drop_hopeless(self) -> None:
         self._judged_at = now = self._clock()
         for slot in self._admission.drop_hopeless(now):
+            self._note_wait(slot)
             self._drop(slot, "waited until it could no longer be served in time", now)
 
     def _drop(self, slot: str, why: str, now: float) -> None:
@@ -165,4 +177,10 @@ class Gate:
     def _let_in(self, slots: Iterable[str]) -> None:
         for slot in slots:
             if not self._waiting[slot].done():
+                self._note_wait(slot)
                 self._waiting[slot].set_result(None)
+
+    def _note_wait(self, slot: str) -> None:
+        """Its wait is over, or was too long. Of those who make room for others, nobody knows how long it would have been."""
+        if expected := self._expected.pop(slot, None):
+            expected.trace.predictions.append(Prediction("wait", expected.wait_s, self._clock() - expected.since))

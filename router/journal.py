@@ -32,7 +32,7 @@ from baton.stages import e2e, tpot, ttft
 from router.counters import Counters
 from router.curves import Curves, Point
 from router.degradation import Degradation, Rules
-from router.predictions import Prediction, Predictions
+from router.predictions import Predictions
 from router.request import NEAR_DEADLINE_S, FinishReason, Lap, Request, Stopwatch, Trace, name_the_stage
 from router.request_log import RequestLog
 from router.slo import Attainment, Objectives, Times, missed_because
@@ -167,7 +167,8 @@ class Journal:
         split: Split | None = None,
     ) -> None:
         """`keep`: number of records kept."""
-        self.degradation, self.split, self._alarm = degradation or Degradation(Rules()), split or Split(), ""
+        self.degradation, self.split = degradation or Degradation(Rules()), split or Split()
+        self._alarms = ("", "")  # of the split and of the predictions, as they were told last
         self._predictions = Predictions()
         # For `totals`; the counters have the rest.
         self._demand = 0  # requests that were served, or would have been with room and time for them
@@ -185,7 +186,7 @@ class Journal:
         self._counters = Counters(book)
         book.read("baton_router_degradation_level", lambda: self.degradation.level)
         book.read("baton_router_split_alarm", lambda: bool(self.split.alarm))
-        book.read("baton_router_prediction_bias_ratio", lambda: self._predictions.biases)
+        book.read("baton_router_prediction_bias_ratio", lambda: self._predictions.biases(self._wall_clock()))
         if self._objectives.limits:
             self._met = book.counter("baton_router_slo_met_total")
             self._missed = book.counters("baton_router_slo_missed_total")
@@ -243,7 +244,7 @@ class Journal:
         self._log.tell(now := self._wall_clock())
         self.curves.sample(now, running, queued, kv)
         self._judge_level(now)
-        self._tell_alarm()
+        self._tell_alarms(now)
 
     def drawn_since(self, number: int) -> list[Point]:
         return self.curves.since(number, self._wall_clock())
@@ -271,15 +272,16 @@ class Journal:
             seen = "no request ended lately" if share is None else f"{share:.0%} of the last requests met their objectives"
             log.warning("%s: level %d of overload, %s", "serving less" if change > 0 else "serving more", self.degradation.level, seen)
 
-    def _tell_alarm(self) -> None:
-        before, self._alarm = self._alarm, _alarms(self.split.judge(), self._predictions.alarm)
-        if bool(before) != bool(self._alarm):
-            log.warning("%s", self._alarm or f"no longer: {before}")
+    def _tell_alarms(self, now: float) -> None:
+        before, self._alarms = self._alarms, (self.split.judge(), self._predictions.judge(now))
+        for old, new in zip(before, self._alarms, strict=True):
+            if bool(old) != bool(new):
+                log.warning("%s", new or f"no longer: {old}")
 
     @property
     def alarm(self) -> str:
         """What goes on although it must not, over many requests; empty: nothing."""
-        return _alarms(self.split.alarm, self._predictions.alarm)
+        return "; ".join(filter(None, (self.split.alarm, self._alarms[1])))
 
     @property
     def objectives(self) -> dict[str, float]:
@@ -316,7 +318,8 @@ class Journal:
         self._counters.count(request, trace, outcome, reason, times)
         if completed and request:
             self._note_path(request)
-        self._check_predictions(trace)
+        self._predictions.note(trace.predictions, self._wall_clock())
+        self._counters.count_predictions(trace.predictions)
         self._add_up(trace, outcome, reason, missed)
         trace.gaps = array("d")  # they are in the histogram now
         record = _record(entry, outcome, reason, times, missed)
@@ -342,13 +345,6 @@ class Journal:
         if request.choice == 0 and (path := path_of(request.trace)) is not None:
             self._counters.count_path(path)
             self.split.note(request.trace, path, request.prompt_len - request.trace.cached_tokens)
-
-    def _check_predictions(self, trace: Trace) -> None:
-        predictions = trace.predictions
-        if trace.uncached is not None and (promised := trace.uncached.promised):
-            predictions.append(Prediction("cached", promised, min(promised, trace.cached_tokens)))
-        self._predictions.note(predictions)
-        self._counters.count_predictions(predictions)
 
     def _add_up(self, trace: Trace, outcome: str, reason: str, missed: str | None) -> None:
         """`missed`: see `Record.slo_missed`."""
@@ -410,10 +406,6 @@ def measure(trace: Trace) -> Times:
         prefill_wait_s=trace.prefill_wait_ms / 1000,
         prefill_compute_s=trace.prefill_compute_ms / 1000,
     )
-
-
-def _alarms(*told: str) -> str:
-    return "; ".join(filter(None, told))
 
 
 def _record(entry: Entry, outcome: str, reason: str, times: Times, missed: str | None) -> Record:

@@ -122,7 +122,6 @@ class Member:
     others_at: float = 0.0
     follows: bool = False  # whether it says so by itself, as soon as that changes
     token_s: float = 0.0  # for each prompt token that it computes, about; 0: unknown
-    first_s: float = 0.0  # see `Members.first_s`
     ejected: str = ""  # why it is put aside (`router.outliers`); empty: it is not
     answers: int = 0  # probes that it has answered
 
@@ -259,12 +258,6 @@ class Members:
         if member := self._member(name, incarnation):
             member.token_s += (token_s - member.token_s) * (WEIGHT if member.token_s else 1)
 
-    def note_first(self, name: str, incarnation: int, token_s: float) -> None:
-        """Notes how long the first token of a prompt took for each token of the cost for which the process was chosen. The mean is the
-        geometric one: of prompts that came together and are computed together, the cost of the last is many times that of the first."""
-        if (member := self._member(name, incarnation)) and token_s > 0:
-            member.first_s = member.first_s ** (1 - WEIGHT) * token_s**WEIGHT if member.first_s else token_s
-
     def note_roles(self, name: str, incarnation: int, roles: tuple[RoleName, ...]) -> None:
         """Notes what the process said that it serves from now on."""
         if member := self._member(name, incarnation):
@@ -348,10 +341,6 @@ class Members:
         member = self._members[worker]
         computed = (now - member.others_at) / member.token_s if member.token_s and not member.follows else 0.0
         return self._prefills.tokens(member.record) + max(0.0, member.others_tokens - computed)
-
-    def first_s(self, worker: str) -> float:
-        """Seconds until the first token of a prompt at a member, for each token that waits there or is left of it; 0: unknown."""
-        return self._members[worker].first_s
 
     def shared(self, worker: str) -> bool:
         """Whether `prefill_tokens` of a member depends on the time."""

@@ -196,7 +196,7 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric(
         "baton_router_prediction_bias_ratio", "gauge", "ratio", ROUTER,
-        "The geometric mean of baton_router_prediction_ratio over the last requests: far from 1, the prediction is always wrong.",
+        "What came over what was predicted, in the median of the last intervals of 10 s: far from 1, the prediction is always wrong.",
         {"of": PREDICTIONS},
     ),
     Metric(

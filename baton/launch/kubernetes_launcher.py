@@ -101,7 +101,7 @@ class KubernetesLauncher(PoolManager):
         return await self._gone(deployment, before, count, going)
 
     async def _shrink(self, deployment: Object, before: list[Object], count: int, only_from: int | None) -> list[str]:
-        """Returns the pods that should go."""
+        """Returns the names of the pods that should go."""
         counted = [pod for pod in before if read.counts(pod)]
         loads = await asyncio.to_thread(self._loads)
         going = read.idlest(counted, loads, len(counted) - count)
@@ -109,8 +109,7 @@ class KubernetesLauncher(PoolManager):
             await self._mark(counted, going)
             await self._scale(deployment, count, only_from)
         except BaseException:  # also when cancelled: they stay, so they must not be the first to go the next time
-            with contextlib.suppress(BatonError):
-                await asyncio.shield(self._unmark(counted, going))
+            await asyncio.shield(self._unmark(counted, going))
             raise
         return going
 
@@ -123,10 +122,11 @@ class KubernetesLauncher(PoolManager):
             await asyncio.sleep(CONTROLLERS_S)
 
     async def _unmark(self, counted: list[Object], names: Collection[str]) -> None:
+        """Gives these pods back the cost that they had in `counted`. One that is gone, or cannot be reached, is left as it is."""
         for pod in counted:
             if read.name_of(pod) in names:
-                given = pod["metadata"].get("annotations", {}).get(read.COST)
-                await self._ask("annotate_pod", read.name_of(pod), {read.COST: given})
+                with contextlib.suppress(BatonError):
+                    await self._ask("annotate_pod", read.name_of(pod), {read.COST: read.cost_of(pod)})
 
     async def _grow(self, deployment: Object, before: list[Object], count: int, only_from: int | None) -> None:
         try:
@@ -168,7 +168,8 @@ class KubernetesLauncher(PoolManager):
 
     async def _gone(self, deployment: Object, before: list[Object], count: int, going: list[str]) -> list[ProcessState]:
         """Waits until the surplus of `before` is gone, which is `going` unless Kubernetes has taken others: it takes one first that has
-        stopped being ready. Returns how each ended, as far as its node told in time."""
+        stopped being ready. Those that have stayed in its place lose their mark; as long as too many are there, Kubernetes still needs it.
+        Returns how each ended, as far as its node told in time."""
         last = {read.name_of(pod): pod for pod in before}
         staying: set[str] = set()
 
@@ -181,8 +182,8 @@ class KubernetesLauncher(PoolManager):
 
         patience = max(map(read.grace_s, before), default=0.0) + GONE_S
         in_time = await until(look, patience)
-        if spared := staying.intersection(going):
-            log.warning("Kubernetes has kept %s, the idlest of %s, and taken others", ", ".join(sorted(spared)), read.role_of(deployment))
+        if len(staying) <= count and (spared := staying.intersection(going)):
+            log.warning("%s: Kubernetes has kept %s and taken others", read.role_of(deployment), ", ".join(sorted(spared)))
             await self._unmark(before, spared)
         if not in_time:
             raise BatonError(

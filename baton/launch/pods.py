@@ -145,10 +145,15 @@ def idlest(pods: Iterable[Object], loads: Mapping[str, Load], count: int) -> lis
     return [name_of(pod) for pod in by_load[:count]]
 
 
+def cost_of(pod: Object) -> str | None:
+    """What it would cost to remove it, as it was given; None: nobody has said."""
+    cost: str | None = pod["metadata"].get("annotations", {}).get(COST)
+    return cost
+
+
 def cost_to_go_first(pods: Iterable[Object]) -> int:
     """A deletion cost below that of every pod. Only those that go get it, so that nothing stale is left behind."""
-    given = (int(pod["metadata"].get("annotations", {}).get(COST, 0)) for pod in pods)
-    return max(min((0, *given)) - 1, LEAST_COST)
+    return max(min((0, *(int(cost_of(pod) or 0) for pod in pods))) - 1, LEAST_COST)
 
 
 def obstacle(deployment: Object, fresh: Iterable[Object]) -> str:

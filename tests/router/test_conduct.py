@@ -15,10 +15,12 @@ from baton.cluster.handoff import Handoff
 from baton.cluster.records import WorkerRecord
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.toy import naive
+from router.conduct import Sent
 from router.dispatch import Dispatcher
+from router.predictions import LEARNED
 from router.request import Request, Stopwatch, Trace
 from router.view import ClusterView
-from router.workers import Adopted, Died
+from router.workers import Adopted, Died, FirstToken
 
 PROMPT = list(range(1, 65))
 PARAMS = SamplingParams(max_tokens=8, temperature=1.0, seed=7, ignore_eos=True)
@@ -354,16 +356,34 @@ async def test_saturation_keeps_its_reason() -> None:
 
 
 @pytest.mark.parametrize("pace", [1, 5])
-async def test_prompts_come_as_the_pace_of_their_worker_says(pace: int) -> None:
-    """And if it changes, the next prompts come later than is expected."""
+async def test_first_tokens_are_compared_with_what_prompts_of_their_cost_took(pace: int) -> None:
     world = World("prefill-0 decode-0")
     world.token_s = {"prefill-0": 0.65}
-    first, second = await world.serve(), await world.serve()
-    assert first.trace.predictions == [], "nothing is known of it"
-    [before] = second.trace.predictions
-    assert before.of == "first token" and before.predicted == pytest.approx(before.came) == pytest.approx(0.65)
+    learning = [await world.serve() for _ in range(LEARNED)]
+    assert all(request.trace.predictions == [] for request in learning), "too little is known"
     world.token_s = {"prefill-0": 0.65 * pace}
-    [after] = (await world.serve()).trace.predictions
-    assert after.predicted == pytest.approx(before.predicted) and after.came == pytest.approx(pace * before.came)
-    [later] = (await world.serve()).trace.predictions
-    assert later.predicted == pytest.approx(before.came * pace ** (1 / 8)), "the estimate follows"
+    [compared] = (await world.serve()).trace.predictions
+    assert compared.of == "first token" and compared.predicted == pytest.approx(0.65) and compared.came == pytest.approx(0.65 * pace)
+
+
+async def test_a_new_process_of_a_name_is_learned_anew_and_those_that_left_are_forgotten() -> None:
+    world = World("prefill-0 decode-0")
+    world.token_s = {"prefill-0": 0.65}
+    for _ in range(LEARNED):
+        await world.serve()
+    other = replace(record("prefill-0"), incarnation=2)
+    world.view.update([other, record("decode-0")], 1.0)
+    assert (await world.serve()).trace.predictions == []
+    assert list(world.dispatcher.conduct._lines) == [("prefill-0", 2)]
+
+
+async def test_a_prompt_that_computes_more_than_was_promised_says_nothing_of_its_workers_pace() -> None:
+    """That its promise was wrong is told of the cached tokens."""
+    world, lines = World("prefill-0 decode-0"), []
+    world.token_s = {"prefill-0": 0.65}
+    for promised in (False, True):
+        conduct, request = world.dispatcher.conduct, world.request()
+        sent = Sent(65.0, len(request.tokens) - 1 if promised else len(request.tokens), None)
+        conduct.prefilled(record("prefill-0"), request, FirstToken(request.tokens[0], b"", "", 0, 0.0, 0.0), 0.65, sent)  # type: ignore[arg-type]
+        lines.append(conduct._lines[("prefill-0", 1)].prompts)
+    assert lines == [1, 1]

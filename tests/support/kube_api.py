@@ -22,7 +22,8 @@ NAMESPACE, RELEASE = "models", "baton"
 @dataclass
 class KubeApi:
     """`full`: new pods find no node. `denied`: verb and resource that the caller has no right to. `conflicts`: so many writes of a size
-    come just after another change of the Deployment. `unready`: pods that go first, as Kubernetes has seen meanwhile."""
+    come just after another change of the Deployment. `unready`: pods that go first, as Kubernetes has seen meanwhile. `late`: the
+    controllers do nothing for now."""
 
     sizes: dict[str, int]
     owner: str = "baton"
@@ -33,6 +34,7 @@ class KubeApi:
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # verb, resource, name
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
     unready: set[str] = field(default_factory=set)
+    late: bool = False
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
@@ -67,6 +69,8 @@ class KubeApi:
                     return 200, {"items": list(self.pods.values())}
                 case "patch", "deployments/scale":
                     return self._scale(name.rpartition("-")[2], body)
+                case "patch", "pods" if name not in self.pods:
+                    return 404, {"message": f'pods "{name}" not found'}
                 case "patch", "pods":
                     notes = self.pods[name]["metadata"]["annotations"]
                     notes.update(body["metadata"]["annotations"])
@@ -84,6 +88,8 @@ class KubeApi:
 
     def _settle(self, role: str) -> None:
         there = [self.pods[name] for name in self.names(role)]
+        if self.late:
+            return
         for _ in range(self.sizes[role] - len(there)):
             self._create(role)
         order = sorted(there, key=lambda pod: (pod["metadata"]["name"] not in self.unready, first_to_go(pod)))
