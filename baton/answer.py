@@ -46,6 +46,7 @@ class CacheReport:
     uncached: tuple[tuple[str, int], ...]  # cause and tokens, in the order of the prompt
     holder: str = ""  # the worker that held the reachable ones, if more were reachable than promised
     changed_at: int | None = None  # the first token that can differ from an earlier prompt
+    changed_message: int | None = None  # the message of a chat, from 0, that can differ there
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +242,8 @@ def _usage(told: pb.Usage) -> Usage:
     if told.HasField("cache"):
         report = told.cache
         causes = tuple((one.cause, one.tokens) for one in report.uncached)
-        changed_at = report.changed_at if report.HasField("changed_at") else None
-        cache = CacheReport(report.promised_tokens, report.reachable_tokens, causes, report.holder, changed_at)
+        changed = (getattr(report, name) if report.HasField(name) else None for name in ("changed_at", "changed_message"))
+        cache = CacheReport(report.promised_tokens, report.reachable_tokens, causes, report.holder, *changed)
     return Usage(**{one.name: getattr(told, one.name) for one in fields(Usage)} | {"cache": cache})
 
 

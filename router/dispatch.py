@@ -402,7 +402,7 @@ class Dispatcher:
         trace.cached_tokens = min(cached_tokens, request.prompt_len)
         if sought is not None:
             scored = request.params.prompt_logprobs is not None
-            prompt = Prompt(request.tokens, request.prompt_len, request.keys, request.tenant, request.salt, scored)
+            prompt = Prompt(request.tokens, request.prompt_len, request.keys, request.tenant, request.salt, scored, request.chat_map)
             found = trace.uncached = self._explainer.explain(prompt, sought, trace.cached_tokens)
             if found.promised and sought.broken == "stale":  # what others compute, lend or load is another matter
                 trace.predictions.append(Prediction("cached", found.promised, min(found.promised, trace.cached_tokens)))

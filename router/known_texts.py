@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
 
-from router.tokenizer import Encode, Known
+from router.chat_map import Encode, Known
 
 LEAST_CHARS = 1024  # a shorter text costs about as much to look up
 ENTRY_BYTES = 256  # what keeping a text costs besides its ids
@@ -33,10 +33,10 @@ class KnownTexts:
         """What a conversation with this salt may use."""
         return partial(self._ids, salt)
 
-    def _ids(self, salt: str, text: str, first: bool, encode: Encode) -> Sequence[int]:
+    def _ids(self, salt: str, text: str, at: int, encode: Encode) -> Sequence[int]:
         if not self._most or len(text) < self._least:
             return encode()
-        key = _key(salt, text, first)
+        key = _key(salt, text, at == 0)
         with self._lock:
             if (known := self._known.get(key)) is not None:
                 self._known.move_to_end(key)

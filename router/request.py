@@ -15,6 +15,7 @@ from baton.engine.core.beams import Hypothesis
 from baton.engine.core.sampling import SamplingParams
 from baton.stages import STAGES, Stage, itl
 from router.backlog import ENTRY_BYTES, TOP_BYTES, Backlog
+from router.chat_map import ChatMap
 from router.family import Family
 from router.predictions import Prediction
 from router.uncached import Uncached
@@ -295,6 +296,7 @@ class Request:
     family: "Family[Request, Any] | None" = None  # the answers to the same prompt
     choice: int = 0  # its place there
     tenant: str = ""
+    chat_map: ChatMap | None = None  # of a chat
     found: tuple[Hypothesis, ...] = ()  # the answer of a beam search: `tokens` stays the prompt
     searched: int = 0  # tokens of each beam that a worker has computed, as it has told
 

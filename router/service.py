@@ -29,6 +29,7 @@ from baton.engine.facts.model_facts import Recommended
 from router.admission import Admission
 from router.beams import check_fit, refusals
 from router.best import Best
+from router.chat_map import ChatMap
 from router.choices import COPIED_A_TURN, siblings
 from router.conversation import PLAIN, Setting, with_effort
 from router.degradation import Lost
@@ -190,7 +191,8 @@ class GenerateService:
     async def tokenize(self, ask: Ask) -> list[int]:
         """Returns the prompt of `ask` as token ids. Raises BatonError: CONTEXT_LENGTH for a prompt that is longer than the context."""
         self._check(ask)
-        return await self._tokenize(ask, self._clock() + self._config.default_timeout_s)
+        ids, _ = await self._tokenize(ask, self._clock() + self._config.default_timeout_s)
+        return ids
 
     async def render(self, ask: Ask) -> Rendered:
         """What `generate` would compute of `ask`. Nothing is computed, and nothing is charged. Raises BatonError."""
@@ -271,7 +273,7 @@ class GenerateService:
     async def _make_plan(self, ask: Ask, receipt: Receipt | None, deadline: float, trace: Trace) -> _Plan:
         served = self._served()
         relaxed = await self._grammars.form(ask, served, deadline)
-        prompt = await self._tokenize(ask, deadline)
+        prompt, chat_map = await self._tokenize(ask, deadline)
         end = "" if ask.setting is PLAIN and ask.messages is None else self._tokenizer.spelled(prompt[-TAIL:])
         thinking = self._forms.budget(ask.setting, end, partial(self._tokenizer.encode, add_special_tokens=False))
         if ask.messages is not None:
@@ -288,7 +290,7 @@ class GenerateService:
         text = blank()
         tokens = [*prompt, *output] if output else prompt
         facts = name, tokens, len(prompt), params, self._salt(ask), deadline, trace
-        request = Request(*facts, resumed=len(output), priority=ask.priority, backlog=ask.backlog, tenant=ask.tenant)
+        request = Request(*facts, resumed=len(output), priority=ask.priority, backlog=ask.backlog, tenant=ask.tenant, chat_map=chat_map)
         long = len(prompt) > LONG_PROMPT
         if receipt is not None:
             receipt.check_model(served.model_fingerprint)  # it may have changed while the request waited
@@ -382,20 +384,20 @@ class GenerateService:
         entry.finish = request.finish
         yield Finished(request, request.finish, "", None, uncached=request.trace.uncached)
 
-    async def _tokenize(self, ask: Ask, deadline: float) -> list[int]:
+    async def _tokenize(self, ask: Ask, deadline: float) -> tuple[list[int], ChatMap | None]:
         if ask.token_ids is not None:
-            return list(ask.token_ids)
+            return list(ask.token_ids), None
         left, most = deadline - self._clock(), self.max_model_len
         if ask.messages is not None:
             messages, names, setting = ask.messages, ask.names, self._setting(ask)
             if not self._forms.templated and (setting.offered or setting.asides):
                 messages, setting = generic.told(messages, setting), replace(setting, tools=(), asides=())
                 names = ()
-            known = self.texts.of(self._salt(ask))
-            return await self._pool.run(self._tokenizer.render, messages, names, most, setting, known, within_s=left)
+            chat_map = ChatMap([content for _, content in ask.messages], self.texts.of(self._salt(ask)), self._tokenizer.decode)
+            return await self._pool.run(self._tokenizer.render, messages, names, most, setting, chat_map.ids, within_s=left), chat_map
         parsed, around = ask.parse_special is not False, ask.add_special_tokens is not False
         encode = partial(self._tokenizer.encode, parse_special=parsed, add_special_tokens=around)
-        return await self._pool.run(encode, ask.text or "", most, within_s=left)
+        return await self._pool.run(encode, ask.text or "", most, within_s=left), None
 
     async def _speculation(self, ask: Ask, served: Served, deadline: float) -> Speculation:
         """With the token ids of a prediction that is text. Raises INVALID_FIELD, as `check` does for what it can know."""

@@ -22,7 +22,7 @@ recognised by its token count alone, taken piece by piece.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -33,6 +33,7 @@ from tokenizers import AddedToken, Encoding
 from baton.cluster.errors import invalid
 from baton.engine.facts.fingerprint import tokenizer_fingerprint
 from baton.engine.facts.tokenizer_files import TOKENIZER, TokenizerFiles
+from router.chat_map import Known
 from router.chat_template import ChatTemplate, Message, Outline, TakenApart, fill
 from router.conversation import PLAIN, Setting, data_of, told_words
 from router.validate import too_long
@@ -43,9 +44,6 @@ _PIECE = 1 << 16  # characters of a long text that are counted at a time
 _MAY_FIT = 8  # characters for each token that is allowed: a text of no more is encoded whole, not counted first
 _CUT_COSTS = 16  # tokens by which a piece of plain text counted alone may exceed its count in the whole text
 _Json = dict[str, Any]
-Encode = Callable[[], list[int]]
-# (text, whether it begins the prompt, how to encode it) → its ids, which may be known already
-Known = Callable[[str, bool, Encode], Sequence[int]]
 
 
 class Tokenizer:
@@ -125,7 +123,7 @@ class Tokenizer:
         names: Sequence[str] = (),
         most: int | None = None,
         setting: Setting = PLAIN,
-        known: Known = lambda text, first, encode: encode(),
+        known: Known = lambda text, at, encode: encode(),
     ) -> list[int]:
         """Encodes a conversation of (role, content) with the model's chat template, up to where the assistant begins to write.
 
@@ -240,21 +238,21 @@ class Tokenizer:
         done = 0
         for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if id_ in self._control:
-                ids += self._between(outline.shape[done:start], done == 0, contents, known)
+                ids += self._between(outline.shape[done:start], len(ids), contents, known)
                 ids.append(id_)
                 done = end
-        ids += self._between(outline.shape[done:], done == 0, contents, known)
+        ids += self._between(outline.shape[done:], len(ids), contents, known)
         return ids
 
-    def _between(self, shape: str, first: bool, contents: Iterator[str], known: Known) -> Sequence[int]:
-        """Whatever stands around it: the result depends on nothing but the text and `first`."""
+    def _between(self, shape: str, at: int, contents: Iterator[str], known: Known) -> Sequence[int]:
+        """Whatever stands around it: the result depends on nothing but the text and whether it begins the prompt."""
 
         def encode() -> list[int]:
-            encodings = self._as_text(text, self._plain if first else self._inner, "chat")
+            encodings = self._as_text(text, self._inner if at else self._plain, "chat")
             return [id_ for encoding in encodings for id_ in encoding.ids]
 
         text = fill(shape, contents)
-        return known(text, first, encode) if text else ()
+        return known(text, at, encode) if text else ()
 
     def _as_text(self, text: str, first: tokenizers.Tokenizer, field: str) -> list[Encoding]:
         """Encodes `text` without control tokens. Some models (above all Unigram) have such a spelling as a word, which is cut in two."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from baton.engine.core.block_key import block_key, root_key
 from baton.uncached import Cause
+from router.chat_map import ChatMap
 from router.policy import Cached, Choice, Identity
 from router.served import ServedModel
 
@@ -49,6 +50,7 @@ class Uncached:
     causes: tuple[tuple[Cause, int], ...]
     holder: str = ""  # the worker that held what was reachable, if that was more than was promised
     changed_at: int | None = None  # with the cause `changed`: the first token that can differ; one of its block does
+    changed_message: int | None = None  # the message of that chat which can differ
 
     @property
     def tokens(self) -> int:
@@ -63,6 +65,7 @@ class Uncached:
             "uncached": [{"cause": cause, "tokens": tokens} for cause, tokens in self.causes],
             "holder": self.holder,
             "changed_at": self.changed_at,
+            "changed_message": self.changed_message,
         }
 
 
@@ -74,6 +77,7 @@ class Prompt:
     tenant: str = ""
     salt: str = ""
     scored: bool = False  # all of it was computed, to tell what the model says of it
+    chat_map: ChatMap | None = None  # of a chat
 
 
 class Explainer:
@@ -121,6 +125,8 @@ class Explainer:
             found = Uncached(0, 0, (("scored" if asked.scored else "off", asked.length - delivered),))
         else:
             found = explain(sought, self._history, self._model.processes(), keys, delivered, asked.length, size)
+        if asked.chat_map is not None and (at := found.changed_at) is not None:
+            found = replace(found, changed_message=asked.chat_map.message(asked.tokens, at, at + size))
         if first is not None and self._history.other_salt(first, asked.salt):
             found = replace(found, causes=tuple(("salt" if cause == "new" else cause, tokens) for cause, tokens in found.causes))
         self._history.note(asked.keys[: asked.length // size], sought.worker, first, asked.salt)

@@ -247,7 +247,7 @@ PURE = (
     "baton/engine/core/drafting.py", "baton/engine/core/prompt_lookup.py", "baton/engine/core/step_costs.py",
     "baton/engine/core/grammar.py", "baton/engine/core/masks.py", "baton/engine/core/thinking.py", "baton/engine/grammars/closing.py",
     "baton/engine/grammars/keywords.py", "baton/engine/grammars/repetition.py",
-    "baton/stages.py", "kvtransfer/lease.py", "router/uncached.py", "router/split.py", "router/trust.py",
+    "baton/stages.py", "kvtransfer/lease.py", "router/uncached.py", "router/chat_map.py", "router/split.py", "router/trust.py",
     "baton/engine/vllm/block_events.py", "baton/engine/vllm/desk.py", "baton/engine/vllm/ledger.py",
     "baton/attempts.py", "baton/launch/patience.py", "baton/launch/placing.py", "baton/launch/pods.py",
     "baton/cluster/awake.py", "baton/worker/stall.py",

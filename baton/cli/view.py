@@ -70,7 +70,8 @@ def uncached(report: dict[str, Any]) -> Text:
     causes = ", ".join(f"{one['tokens']} {one['cause']}" for one in report["uncached"])
     line = f"computed: {causes or 'nothing'} · promised {report['promised_tokens']}, reachable {report['reachable_tokens']}"
     line += f" at {report['holder']}" if report["holder"] else ""
-    return Text(line + (f" · changed at token {report['changed_at']}" if report["changed_at"] is not None else ""), style="dim")
+    line += f" · changed at token {report['changed_at']}" if report["changed_at"] is not None else ""
+    return Text(line + (f", in message {report['changed_message']}" if report["changed_message"] is not None else ""), style="dim")
 
 
 def guesses(steps: list[int], accepted: int, drafted: int) -> Text:

@@ -418,18 +418,20 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_prediction_tokens: _Optional[int] = ..., rejected_prediction_tokens: _Optional[int] = ..., discarded_tokens: _Optional[int] = ..., cache: _Optional[_Union[CacheReport, _Mapping]] = ...) -> None: ...
 
 class CacheReport(_message.Message):
-    __slots__ = ("promised_tokens", "reachable_tokens", "uncached", "holder", "changed_at")
+    __slots__ = ("promised_tokens", "reachable_tokens", "uncached", "holder", "changed_at", "changed_message")
     PROMISED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REACHABLE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNCACHED_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     CHANGED_AT_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     promised_tokens: int
     reachable_tokens: int
     uncached: _containers.RepeatedCompositeFieldContainer[Uncached]
     holder: str
     changed_at: int
-    def __init__(self, promised_tokens: _Optional[int] = ..., reachable_tokens: _Optional[int] = ..., uncached: _Optional[_Iterable[_Union[Uncached, _Mapping]]] = ..., holder: _Optional[str] = ..., changed_at: _Optional[int] = ...) -> None: ...
+    changed_message: int
+    def __init__(self, promised_tokens: _Optional[int] = ..., reachable_tokens: _Optional[int] = ..., uncached: _Optional[_Iterable[_Union[Uncached, _Mapping]]] = ..., holder: _Optional[str] = ..., changed_at: _Optional[int] = ..., changed_message: _Optional[int] = ...) -> None: ...
 
 class Uncached(_message.Message):
     __slots__ = ("cause", "tokens")

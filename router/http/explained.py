@@ -5,12 +5,10 @@ from typing import Any
 
 from router.events import Finished
 from router.http.errors import bad_value
-from router.tokenizer import Tokenizer
 from router.uncached import Uncached
 from router.validate import Ask
 
 EXPLAIN_HEADER = "x-baton-explain"
-MAX_LOCATED = 8192  # tokens before a change that are looked through for the message: they are decoded in one turn of the loop
 _Json = dict[str, Any]
 
 
@@ -25,9 +23,8 @@ def explains(headers: Mapping[str, str]) -> bool:
 class Explained:
     """Collects what is told of the prompts of one answer."""
 
-    def __init__(self, asks: Sequence[Ask], tokenizer: Tokenizer) -> None:
+    def __init__(self, asks: Sequence[Ask]) -> None:
         self._asks = asks
-        self._tokenizer = tokenizer
         self._told: dict[int, Uncached] = {}  # by prompt
         self._more: _Json = {}
 
@@ -38,11 +35,8 @@ class Explained:
             return
         self._told[prompt] = found
         if len(self._asks) == 1 and found.changed_at is not None:
-            self._more = {"changed_at": found.changed_at}
-            if self._asks[0].messages is not None and found.changed_at <= MAX_LOCATED:
-                contents = [content for _, content in self._asks[0].messages]
-                same = self._tokenizer.decode(event.request.tokens[: found.changed_at])
-                self._more["changed_message"] = first_unlike(contents, same)
+            more = {"changed_at": found.changed_at, "changed_message": found.changed_message}
+            self._more = {name: place for name, place in more.items() if place is not None}
 
     def members(self) -> _Json:
         """The sums over all prompts. With one prompt that has changed, also the first token and the message that can differ."""
@@ -52,15 +46,3 @@ class Explained:
             causes[cause] = causes.get(cause, 0) + tokens
         sums = {"promised_tokens": sum(one.promised for one in told), "reachable_tokens": sum(one.reachable for one in told)}
         return {**sums, "uncached_tokens": causes, **self._more}
-
-
-def first_unlike(contents: Sequence[str], same: str) -> int | None:
-    """The index of the first message that is not whole within `same`, the text that two prompts begin with. None: what differs is not one
-    of them, such as the offered tools or what the template adds at the end."""
-    at = 0
-    for index, content in enumerate(contents):
-        found = same.find(content.strip(), at)  # templates may strip a content
-        if found < 0:
-            return index
-        at = found + len(content.strip())
-    return None

@@ -73,7 +73,7 @@ class MessageWriter:
         self._asked = asked
         self._tokenizer = tokenizer
         self._head: Json = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
-        self._explained = Explained(asked.asks, tokenizer) if asked.explains else None
+        self._explained = Explained(asked.asks) if asked.explains else None
         self._begun = False
         self._open: Json | None = None  # the block that goes on
         self._blocks = 0  # that have begun

@@ -214,7 +214,7 @@ class OpenAiWriter:
         self._prompts = [PromptOut() for _ in asked.asks]
         self._size = 0  # bytes of a whole answer so far, about
         self._chunk_head = self._head | {"object": self._shape.chunk_name}
-        self._explained = Explained(asked.asks, tokenizer) if asked.explains else None
+        self._explained = Explained(asked.asks) if asked.explains else None
 
     def take(self, index: int, event: Part) -> None:
         """Notes an event of a choice whose answer is sent as a whole. Log-probabilities are written now: at the end, those of all tokens

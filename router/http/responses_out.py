@@ -93,7 +93,7 @@ class ResponseWriter:
         self._status = "in_progress"
         self._completed_at: int | None = None
         self._usage: _Json | None = None
-        self._explained = Explained(asked.asks, tokenizer) if asked.explains else None
+        self._explained = Explained(asked.asks) if asked.explains else None
         self._prompt_tokens = self._output_tokens = 0
         self._size = 0  # bytes of the answer so far, about
 

@@ -56,8 +56,9 @@ def test_text_shows_what_was_guessed_and_what_was_corrected() -> None:
 
 def test_it_is_told_why_tokens_were_computed() -> None:
     causes = [{"cause": "evicted", "tokens": 96}, {"cause": "changed", "tokens": 64}, {"cause": "partial", "tokens": 7}]
-    cache = {"promised_tokens": 32, "reachable_tokens": 48, "uncached": causes, "holder": "decode-1", "changed_at": 128}
-    line = "computed: 96 evicted, 64 changed, 7 partial · promised 32, reachable 48 at decode-1 · changed at token 128"
+    cache = {"promised_tokens": 32, "reachable_tokens": 48, "uncached": causes, "holder": "decode-1"}
+    cache |= {"changed_at": 128, "changed_message": 2}
+    line = "computed: 96 evicted, 64 changed, 7 partial · promised 32, reachable 48 at decode-1 · changed at token 128, in message 2"
     assert drawn(record(cache=cache))[5] == line and not any(line.startswith("computed") for line in drawn(record()))
 
 

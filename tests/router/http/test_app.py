@@ -16,7 +16,6 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.keys import ApiKeys, Entry
 from router.events import Event
 from router.http.app import allow_origins
-from router.http.explained import first_unlike
 from router.http.openapi import document
 from router.tokenizer import Tokenizer
 from router.uncached import Uncached
@@ -724,7 +723,7 @@ async def test_only_pages_of_listed_origins_may_read_an_answer(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_asks_is_told_why_its_prompt_was_not_cached(house: House, stream: bool) -> None:
-    found = Uncached(64, 96, (("busy", 32), ("changed", 16), ("partial", 3)), "p1", 8)
+    found = Uncached(64, 96, (("busy", 32), ("changed", 16), ("partial", 3)), "p1", 8, 0)
     house.script.uncached = found
     body = {**HELLO, "stream": stream, "stream_options": {"include_usage": True}} if stream else HELLO
     silent, told = await house.post(CHAT, body), await house.post(CHAT, body, headers={"x-baton-explain": "cache"})
@@ -753,10 +752,3 @@ async def test_other_apis_tell_it_in_their_usage(house: House, path: str, body: 
     told = (await house.post(path, body, headers={"x-baton-explain": "cache"})).json["usage"]["input_tokens_details"]
     assert told["uncached_tokens"] == {"new": 16, "partial": 3}
     house.check()
-
-
-def test_the_message_that_differs_is_the_first_that_is_not_whole_in_what_is_common() -> None:
-    contents = [" You are Pim. ", "Who is Ida?", "An owl.", "Where?"]
-    whole = "<s>You are Pim.</s><u>Who is Ida?</u><a>An owl.</a><u>Where?</u><a>"
-    assert first_unlike(contents, whole) is None
-    assert [first_unlike(contents, whole[:end]) for end in (5, 20, whole.index("owl"), whole.index("Wh", 50))] == [0, 1, 2, 3]
