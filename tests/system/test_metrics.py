@@ -117,7 +117,8 @@ async def use(live: Cluster) -> None:
 def test_a_process_exposes_exactly_the_metrics_of_its_role(used: dict[Role, Scrape], role: Role) -> None:
     """A metric that the wiring forgot would be missing here."""
     of_devices, by_method = ("baton_gpu_", "baton_kv_link_rate_"), ("baton_engine_drafted_", "baton_engine_accepted_")
-    absent = (*of_devices, *by_method, "baton_tier_")  # there is none, nobody has guessed, and nothing is kept outside the pool
+    # There is no device, nobody has guessed, nothing is kept outside the pool, and of predictions too little is known.
+    absent = (*of_devices, *by_method, "baton_tier_", "baton_router_prediction_bias_ratio")
     expected = {metric.name for metric in TABLE if role in metric.roles and not metric.name.startswith(absent)}
     told = {name for name in used[role].names if name.startswith("baton_")}
     assert told == expected
@@ -155,8 +156,9 @@ def test_the_workers_count_handoffs_leases_and_steps(used: dict[Role, Scrape]) -
     prefill, decode = used["prefill"], used["decode"]
     me = {"worker": "decode-0", "role": "decode"}
     assert decode.sum("baton_handoffs_total", transport="nixl", outcome="ok", **me) >= REQUESTS
-    read = decode.sum("baton_handoffs_total", outcome="ok")  # the cancelled request may end before its KV is read
-    assert decode.sum("baton_handoff_read_duration_seconds_count", transport="nixl") == read
+    used, tried = decode.sum("baton_handoffs_total", outcome="ok"), decode.sum("baton_handoffs_total", transport="nixl")
+    read = decode.sum("baton_handoff_read_duration_seconds_count", transport="nixl")
+    assert used <= read <= tried <= used + 1, "the cancelled request may end before its KV is read, or before it is used"
     checked = decode.sum("baton_digests_checked_total")
     assert checked >= 13 * REQUESTS and decode.sum("baton_digests_failed_total") == 0
     assert decode.sum("baton_handoff_read_bytes_sum", transport="nixl") == checked * 2 * 16 * 8 * 8
