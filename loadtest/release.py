@@ -32,7 +32,7 @@ Note = Callable[[str], None]
 Found = TypeVar("Found")
 
 
-class Cluster(Protocol):
+class ReleaseCluster(Protocol):
     """What is asked of Kubernetes, and of the release's routers."""
 
     async def deployments(self) -> Mapping[str, Object]:
@@ -121,7 +121,7 @@ class Release:
     `keep`: a file that holds the sizes that were found, as long as others may be in force.
     """
 
-    def __init__(self, name: ReleaseName, cluster: Cluster, keep: Path, note: Note, ready_s: float = READY_S) -> None:
+    def __init__(self, name: ReleaseName, cluster: ReleaseCluster, keep: Path, note: Note, ready_s: float = READY_S) -> None:
         self._name, self._cluster, self._keep, self._note, self._ready_s = name, cluster, keep, note, ready_s
         self._found: Sizes = (0, 0)
         self._asked: Sizes = (0, 0)

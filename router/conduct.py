@@ -10,7 +10,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import RoleName, WorkerRecord
 from router.outliers import Ejected, EjectionTerms, Identity, Outliers, Stride
-from router.predictions import Prediction
+from router.predictions import CheckedPrediction
 from router.request import Request
 from router.retry_budget import RetryBudget
 from router.served import ServedModel
@@ -53,7 +53,7 @@ class Conduct:
         if self._members.answers(_identity(worker)) is None or cost <= 0:
             return
         if first_s := self._members.first_s(worker.name):
-            request.trace.predictions.append(Prediction("first token", first_s * cost, took_s))
+            request.trace.predictions.append(CheckedPrediction("first token", first_s * cost, took_s))
         self._members.note_first(*_identity(worker), took_s / cost)
 
     def decoded(self, worker: WorkerRecord) -> None:

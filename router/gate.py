@@ -11,9 +11,9 @@ from baton.clock import loop_time
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from router.admission import Admission, Admitted, Due, NotAdmitted, Queued
-from router.journal import Entry
+from router.journal import JournalEntry
 from router.policy import places
-from router.predictions import Prediction
+from router.predictions import CheckedPrediction
 from router.request import Trace
 from router.served import ServedModel
 from router.validate import Ask, AskSampling
@@ -49,7 +49,7 @@ class Gate:
         return not self._waiting and self._admission.inflight == 0 and self._admission.queued == 0
 
     @asynccontextmanager
-    async def place(self, entry: Entry, ask: Ask, deadline: float) -> AsyncIterator[None]:
+    async def place(self, entry: JournalEntry, ask: Ask, deadline: float) -> AsyncIterator[None]:
         """Holds the places of a request that is served. Raises DEADLINE, and SATURATED with the time after which a retry can succeed."""
         slot = self._name(ask)
         turn = self._waiting[slot] = asyncio.get_running_loop().create_future()
@@ -69,7 +69,7 @@ class Gate:
                 self._drop_hopeless()
             self._let_in(self._admission.leave(slot, self._clock()))
 
-    def check(self, entry: Entry, ask: Ask, deadline: float) -> None:
+    def check(self, entry: JournalEntry, ask: Ask, deadline: float) -> None:
         """Raises what `place` would raise at once. Under overload most requests end here: nothing has been prepared for them, and nobody
         else has been asked about them."""
         entry.trace.step = "admission"
@@ -111,7 +111,7 @@ class Gate:
             raise BatonError(Reason.SATURATED, f"waited {longest:g} s for admission", retry_after=after) from None
         finally:
             if answer.wait_s is not None and turn.done() and not turn.cancelled():  # who is dropped has waited longer than was expected
-                trace.predictions.append(Prediction("wait", answer.wait_s, self._clock() - now))
+                trace.predictions.append(CheckedPrediction("wait", answer.wait_s, self._clock() - now))
 
     def _ask(self, slot: str, ask: Ask, due: Due, now: float) -> Admitted | Queued:
         """Raises SATURATED."""
@@ -134,7 +134,7 @@ class Gate:
         never = float("inf")
         return Due(deadline, limits.get("ttft", never), limits.get("e2e", never), left)
 
-    def _note_pace(self, entry: Entry, began: float) -> None:
+    def _note_pace(self, entry: JournalEntry, began: float) -> None:
         """Measures the pace from a request that ends well. One that runs out of time is a failure, and one that its client gave up does
         not count."""
         if entry.request is not None and entry.trace.first_at:

@@ -24,7 +24,7 @@ DRIFTS = 2.0  # a bias by this factor is told, until it is less than
 AGAIN = 1.5
 
 
-class Prediction(NamedTuple):
+class CheckedPrediction(NamedTuple):
     of: Of
     predicted: float
     came: float
@@ -53,7 +53,7 @@ class Predictions:
     def __init__(self) -> None:
         self._biases: dict[Of, _Bias] = {}
 
-    def note(self, predictions: Iterable[Prediction]) -> None:
+    def note(self, predictions: Iterable[CheckedPrediction]) -> None:
         """What was predicted of a request that has ended."""
         for prediction in predictions:
             self._biases.setdefault(prediction.of, _Bias()).note(prediction.ratio)

@@ -10,13 +10,13 @@ from typing import Any, Literal, NamedTuple
 
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
-from baton.cluster.telemetry import NO_SPAN, Span
+from baton.cluster.telemetry import NO_SPAN, TraceSpan
 from baton.engine.core.beams import Hypothesis
 from baton.engine.core.sampling import SamplingParams
 from baton.stages import STAGES, Stage, itl
 from router.backlog import ENTRY_BYTES, TOP_BYTES, Backlog
 from router.family import Family
-from router.predictions import Prediction
+from router.predictions import CheckedPrediction
 from router.uncached import Uncached
 
 MAX_STEPS = 256  # with guesses, that a record of the request keeps
@@ -93,7 +93,7 @@ class Trace:
     """What became of a request; filled in by the dispatcher, reported to the client at the end."""
 
     watch: Stopwatch
-    span: Span = NO_SPAN
+    span: TraceSpan = NO_SPAN
     prefill_worker: str = ""
     decode_worker: str = ""
     step: str = ""  # within the queue: tokenizing, admission
@@ -113,7 +113,7 @@ class Trace:
     retry_refused: bool = False  # the budget of all requests was spent
     first_at: float = 0.0  # when the first token came, on the stopwatch's clock; 0 before
     last_at: float = 0.0
-    predictions: list[Prediction] = field(default_factory=list)
+    predictions: list[CheckedPrediction] = field(default_factory=list)
     uncached: Uncached | None = None  # None: the prompt was not computed here, or counts for another answer
     guesses: "Guesses" = field(default_factory=lambda: Guesses())
     gaps: "array[float]" = field(default_factory=lambda: array("d"))  # seconds between successive tokens
@@ -168,8 +168,8 @@ def name_the_stage(error: BatonError, trace: Trace) -> None:
 
 
 class Token(NamedTuple):
-    """A token as a worker generated it. A tuple, as are `Piece` and `Said`: a frozen dataclass takes five times as long to make, and each
-    token is one of each."""
+    """A token as a worker generated it. A tuple, as are `TextPiece` and `Said`: a frozen dataclass takes five times as long to make, and
+    each token is one of each."""
 
     id: int
     logprob: float | None = None

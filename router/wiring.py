@@ -47,7 +47,7 @@ from router.kept import Kept
 from router.lateness import Lateness
 from router.live import Live
 from router.message_bound import check_fields
-from router.peers import Peers
+from router.peers import PeerRouters
 from router.prover import Prover
 from router.rates import Rates, Unlimited, redis_counters
 from router.resume import receipt_key
@@ -95,7 +95,7 @@ class RouterProcess:
         self.incarnation = draw_incarnation()
         self._endpoints: dict[str, str] = {}
         self._membership = Membership(self._registry, self.describe, min(config.redis.heartbeat_s, BEAT_S), stop.fail)
-        self._peers = Peers(self._registry, self.name, config)
+        self._peers = PeerRouters(self._registry, self.name, config)
         self._tracer = make_tracer(config.telemetry, config.cluster.name, "router", self.name)
         self._book = Book("router", model=self._model_name)
         self._journal = self._new_journal()

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import itertools
 import re
 import subprocess
 import sys
@@ -447,6 +448,49 @@ def test_a_circle_of_rooms_is_detected() -> None:
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(graph).prepare()
     assert not by_room({"baton.engine.cpu.a": {"baton.engine.cpu.b"}})["baton.engine.cpu"]
+
+
+# Public classes that may share a name where readers meet both.
+SHARED_NAMES = {"State"}  # of a sequence, and of a worker that is put aside: recordings name both
+
+
+def top_room(module: str) -> str:
+    """Sub-rooms are one room here."""
+    return ".".join(module.split(".")[: 2 if module.startswith("baton.") else 1])
+
+
+def shared_names(texts: dict[str, str]) -> dict[str, set[str]]:
+    """name → the modules that define a public class of it, two or more in one room, or in rooms of which one imports the other."""
+    near = {(top_room(module), top_room(other)) for module, others in file_graph(texts).items() for other in others}
+    homes: dict[str, list[str]] = {}
+    for module, text in texts.items():
+        for node in ast.walk(parsed(text)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    found: dict[str, set[str]] = {}
+    for name, modules in homes.items():
+        for one, other in itertools.combinations(modules, 2):
+            rooms = top_room(one), top_room(other)
+            if rooms[0] == rooms[1] or rooms in near or rooms[::-1] in near:
+                found.setdefault(name, set()).update((one, other))
+    return found
+
+
+def test_no_two_classes_that_readers_meet_share_a_name() -> None:
+    texts = {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text() for path in sources() if path.name != "__init__.py"}
+    found = shared_names(texts)
+    assert not {name: modules for name, modules in found.items() if name not in SHARED_NAMES}
+    assert found.keys() == SHARED_NAMES, "an exception that nothing needs"
+
+
+def test_a_name_of_two_classes_is_detected() -> None:
+    """Negative control: in one room, in its sub-rooms, and across an import; not between rooms that know nothing of each other."""
+    a = "class A: pass"
+    assert shared_names({"router.b": a, "router.http.c": a}) == {"A": {"router.b", "router.http.c"}}
+    assert shared_names({"baton.engine.core.b": a, "baton.engine.gpu.c": a})
+    assert shared_names({"kvtransfer.b": a, "baton.cluster.c": a, "baton.cluster.d": "", "kvtransfer.e": "from baton.cluster import d"})
+    assert not shared_names({"router.b": a, "loadtest.c": a, "router.d": "import baton.stages", "baton.stages": "", "baton.client": a})
+    assert not shared_names({"router.b": a.replace("A", "_A"), "router.c": a.replace("A", "_A")})
 
 
 CLOCKS = {f"time.{name}{unit}" for name in ("monotonic", "perf_counter", "time") for unit in ("", "_ns")}

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from baton.cluster.config import Config
 from baton.cluster.config_layers import Loaded
-from baton.cluster.device import Asked, Choice, choose
+from baton.cluster.device import Asked, DeviceChoice, choose
 from baton.engine.defaults import DeviceFacts, settle, stored_dtype
 from baton.engine.options import Options
 
 
-def origins(loaded: Loaded, choice: Choice | None = None) -> dict[str, str]:
+def origins(loaded: Loaded, choice: DeviceChoice | None = None) -> dict[str, str]:
     """By dotted key. `choice`: what `engine.device` means here, if that is known already."""
     engine, found = loaded.config.engine, dict(loaded.sources)
     facts = _facts(engine.device, choice)
@@ -26,7 +26,7 @@ def origins(loaded: Loaded, choice: Choice | None = None) -> dict[str, str]:
     return found
 
 
-def _facts(asked: Asked, choice: Choice | None) -> DeviceFacts:
+def _facts(asked: Asked, choice: DeviceChoice | None) -> DeviceFacts:
     """With a device that is asked for and not here, `baton up` says so; its options are shown all the same."""
     try:
         choice = choice or choose(asked)

@@ -20,7 +20,7 @@ class Looked(NamedTuple):
     batch: float | None = None
 
 
-class Held(NamedTuple):
+class WorkerUsage(NamedTuple):
     """What one worker holds."""
 
     decodes: bool
@@ -31,7 +31,7 @@ class Held(NamedTuple):
     max_num_seqs: int
 
 
-def looked(queued: int, workers: Sequence[Held]) -> Looked:
+def looked(queued: int, workers: Sequence[WorkerUsage]) -> Looked:
     """`queued`: at the routers."""
     decoding = [worker for worker in workers if worker.decodes]
     blocks, places = (sum(getattr(worker, name) for worker in decoding) for name in ("kv_blocks", "max_num_seqs"))

@@ -21,11 +21,11 @@ from baton.cluster.errors import BatonError
 from baton.cluster.metrics import Book
 from baton.cluster.records import ROLES, RoleName, WorkerRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
-from baton.planner.capacity import Model, Sizes
-from baton.planner.change import Change, Resize, Seen, State, Worker
+from baton.planner.capacity import Model, PoolSizes
+from baton.planner.change import Change, ChangeState, Resize, Seen, Worker
 from baton.planner.decide import victims
 from baton.planner.demand import Interval, together
-from baton.planner.memory import Decision, Rules
+from baton.planner.memory import Decision, PlannerRules
 from baton.planner.meter import Meter
 from baton.planner.planner import Planner
 from baton.planner.records import decision_note, encode, outcome_note, reason_of
@@ -49,9 +49,9 @@ class Doors(Protocol):
         """Lets a worker serve these roles. Raises BatonError; after `timeout_s` nothing is changed any more."""
 
 
-def rules_of(config: PlannerConfig) -> Rules:
-    return Rules(
-        Sizes(config.least_prefill, config.least_decode), Sizes(config.most_prefill, config.most_decode), config.budget,
+def rules_of(config: PlannerConfig) -> PlannerRules:
+    return PlannerRules(
+        PoolSizes(config.least_prefill, config.least_decode), PoolSizes(config.most_prefill, config.most_decode), config.budget,
         target=config.target, flips=config.flips, margin=config.margin, spares=config.spares, cooldown_s=config.cooldown_s,
         hold_s=config.hold_s, start_timeout_s=config.start_timeout_s, flip_timeout_s=config.flip_timeout_s, cold_s=config.cold_s,
         stale_s=config.stale_s,
@@ -271,7 +271,7 @@ class Controller:
             log.info(
                 "change %d %s after %.1f s%s", outcome.number, outcome.state, outcome.seconds, f": {outcome.why}" if outcome.why else ""
             )
-        if changed and change is not None and change.state is not State.PROPOSED:
+        if changed and change is not None and change.state is not ChangeState.PROPOSED:
             log.debug("change %d is %s", change.number, change.state.value)
         for note in notes:
             try:

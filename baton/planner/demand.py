@@ -66,7 +66,7 @@ def _sum(number: int, seconds: float, found: list[Interval]) -> Interval:
     return Interval(number, seconds, **counts, missed=missed)
 
 
-class Load:
+class LoadForecast:
     """Follows the intervals, and says what comes. Refused requests count as well: the cluster is sized for what is asked of it."""
 
     def __init__(self, ahead: int, period: int = 0) -> None:

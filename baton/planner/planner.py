@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from baton.planner.capacity import Effect, Model
-from baton.planner.change import Change, Resize, Seen, State
+from baton.planner.change import Change, ChangeState, Resize, Seen
 from baton.planner.decide import begin, decide, note, take_up
-from baton.planner.demand import Interval, Load
+from baton.planner.demand import Interval, LoadForecast
 from baton.planner.learning import learn
-from baton.planner.memory import Decision, Memory, Rules
+from baton.planner.memory import Decision, Memory, PlannerRules
 from baton.planner.present import present
 
 LATE = 4.0  # times the time between two looks: what is remembered is then too old to act on
@@ -28,11 +28,11 @@ class Outcome:
 
 
 class Planner:
-    def __init__(self, model: Model, rules: Rules, every_s: float, period_s: float = 0.0) -> None:
+    def __init__(self, model: Model, rules: PlannerRules, every_s: float, period_s: float = 0.0) -> None:
         """`every_s`: of an interval, and between two looks. `period_s`: in which load repeats; 0: it does not."""
         self.model, self.rules, self._every_s = model, rules, every_s
         # A worker that is started now serves only later: that is the load to size for.
-        self.load = Load(1 + round(model.start_s / every_s), round(period_s / every_s))
+        self.load = LoadForecast(1 + round(model.start_s / every_s), round(period_s / every_s))
         self.memory = Memory()
         self._looked: float | None = None
         self._told = True  # the outcome of the change
@@ -68,7 +68,7 @@ class Planner:
 
     def acted(self, now: float) -> None:
         """What the last decision asked for was written."""
-        if self.memory.change is not None and self.memory.change.state is State.PROPOSED:
+        if self.memory.change is not None and self.memory.change.state is ChangeState.PROPOSED:
             self.memory = note(self.memory, "act", now)
 
     def refused(self, now: float, why: str) -> None:
@@ -82,7 +82,7 @@ class Planner:
             owed, self._owed = self._owed, None
             return owed
         change = self.memory.change
-        if change is not None and change.state is State.SETTLED and now - self.memory.ended < 2 * self._every_s:
+        if change is not None and change.state is ChangeState.SETTLED and now - self.memory.ended < 2 * self._every_s:
             return None
         return self._outcome(interval)
 
@@ -90,7 +90,7 @@ class Planner:
         change = self.memory.change
         if change is None or change.alive or self._told:
             return None
-        settled = change.state is State.SETTLED
+        settled = change.state is ChangeState.SETTLED
         self._told = True
         expected = self._expected.attainment if settled and self._expected is not None else None
         came = interval.attainment if settled and interval is not None else None

@@ -48,7 +48,7 @@ class Computes(Protocol):
         """Returns when so much processor time has been used."""
 
 
-class Own:
+class OwnCores:
     """A core for everybody: nobody waits."""
 
     async def work(self, seconds: float, kind: Kind = "other") -> None:

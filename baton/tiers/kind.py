@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class UnitKind:
     fingerprint: bytes  # `KvLayout.fingerprint`
     unit_bytes: int
     seal: str = ""  # `sealed_store.seal_name` of the key with which they are encrypted; empty: they are not

@@ -24,7 +24,7 @@ from xxhash import xxh3_128_digest
 from baton.engine.core.block_key import KEY_BYTES, REMOTE
 from baton.engine.core.kvcache import DIGEST_BYTES
 from baton.tiers.calls import Calls
-from baton.tiers.kind import Kind
+from baton.tiers.kind import UnitKind
 from baton.tiers.objects import Objects
 from baton.tiers.store import StoreFailed, Unit, Wanted
 
@@ -52,7 +52,7 @@ class ObjectStore:
     def __init__(
         self,
         url: str,
-        kind: Kind,
+        kind: UnitKind,
         capacity: int,
         options: Mapping[str, str] | None = None,
         at_once: int = AT_ONCE,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from baton.engine.core.long_contexts import ShelfFailed
-from baton.tiers.tier import Piece, Save, Tier
+from baton.tiers.tier import LoadPiece, Save, Tier
 from baton.tiers.ways import Landing
 
 PIECES = 32  # of a reading, that a tier is given at a time
@@ -52,7 +52,7 @@ class PinnedShelf:
             reading = _Reading(first, len(part), take)
             for start in range(0, len(part), piece):
                 own = part[start : start + piece]
-                self._tier.load(Piece(own, time.monotonic(), 0.0, reading.takes(start), reading.ends(len(own)), counts=False))
+                self._tier.load(LoadPiece(own, time.monotonic(), 0.0, reading.takes(start), reading.ends(len(own)), counts=False))
             while not reading.over.wait(LOOK_S) and self._tier.on:
                 self._tier.watch(time.monotonic())
             if not reading.end():

@@ -14,14 +14,14 @@ from baton.engine.core.sampling import SamplingParams
 from router.admission import Admission
 from router.gate import Gate
 from router.journal import Journal
-from router.predictions import LEAST, NEWEST, Of, Prediction, Predictions
+from router.predictions import LEAST, NEWEST, CheckedPrediction, Of, Predictions
 from router.request import Request
 from router.uncached import Uncached
 from router.validate import Ask
 from router.view import ClusterView
 
 
-def noted(*predictions: Prediction, times: int = 1) -> Predictions:
+def noted(*predictions: CheckedPrediction, times: int = 1) -> Predictions:
     known = Predictions()
     for _ in range(times):
         known.note(predictions)
@@ -35,13 +35,13 @@ def test_the_table_of_metrics_knows_every_prediction() -> None:
 @pytest.mark.parametrize(
     ("prediction", "told"),
     [
-        (Prediction("cached", 1600, 0), "prompts find 1% of the cached tokens that are expected"),
-        (Prediction("wait", 0.1, 1.0), "requests wait 9.6 times as long as the gate expects"),
-        (Prediction("wait", 1.0, 0.1), "requests wait 9.6 times as short as the gate expects"),
-        (Prediction("first token", 0.095, 0.395), "first tokens come 4.0 times as late as is expected"),
+        (CheckedPrediction("cached", 1600, 0), "prompts find 1% of the cached tokens that are expected"),
+        (CheckedPrediction("wait", 0.1, 1.0), "requests wait 9.6 times as long as the gate expects"),
+        (CheckedPrediction("wait", 1.0, 0.1), "requests wait 9.6 times as short as the gate expects"),
+        (CheckedPrediction("first token", 0.095, 0.395), "first tokens come 4.0 times as late as is expected"),
     ],
 )
-def test_one_that_is_always_wrong_is_told_after_some_requests(prediction: Prediction, told: str) -> None:
+def test_one_that_is_always_wrong_is_told_after_some_requests(prediction: CheckedPrediction, told: str) -> None:
     assert noted(prediction, times=LEAST - 1).alarm == ""
     assert told in noted(prediction, times=LEAST).alarm
 
@@ -50,16 +50,18 @@ def test_errors_to_both_sides_and_of_a_few_milliseconds_are_no_drift() -> None:
     draw = random.Random(0)
     either = Predictions()
     for _ in range(2000):
-        either.note([Prediction("first token", 1.0, 2.0 ** draw.uniform(-2, 2)), Prediction("wait", 0.0, draw.uniform(0, 0.004))])
+        either.note(
+            [CheckedPrediction("first token", 1.0, 2.0 ** draw.uniform(-2, 2)), CheckedPrediction("wait", 0.0, draw.uniform(0, 0.004))]
+        )
         assert either.alarm == ""
     assert either.biases["first token"] == pytest.approx(1.0, rel=0.5)
 
 
 def test_an_alarm_ends_when_predictions_come_true_again() -> None:
-    wrong = noted(Prediction("wait", 0.1, 1.0), times=LEAST)
+    wrong = noted(CheckedPrediction("wait", 0.1, 1.0), times=LEAST)
     told = 0
     while wrong.alarm and told < 10 / NEWEST:
-        wrong.note([Prediction("wait", 1.0, 1.0)])
+        wrong.note([CheckedPrediction("wait", 1.0, 1.0)])
         told += 1
     assert 8 < told < 10 / NEWEST
 
@@ -92,7 +94,7 @@ def test_the_journal_has_errors_as_a_histogram_and_tells_of_a_drift_once(caplog:
 
     def end(delivered: int, came_s: float) -> None:
         with journal.open("text_completion", clock=lambda: 0.0) as entry:
-            entry.trace.predictions = [Prediction("first token", 0.1, came_s)]
+            entry.trace.predictions = [CheckedPrediction("first token", 0.1, came_s)]
             entry.trace.cached_tokens, entry.trace.uncached = delivered, Uncached(reachable=512, promised=512, causes=(("stale", 512),))
             entry.request = Request("r", [1] * 600, 600, SamplingParams(max_tokens=1), "", 1.0, entry.trace)
             entry.finish = "length"

@@ -79,7 +79,7 @@ class RankForms:
         self._store.close()
 
 
-class Forms:
+class VllmForms:
     """For the thread of the link and that of the model runner. The library is loaded with the first grammar."""
 
     def __init__(self, model_path: Path, vocab_size: int) -> None:
@@ -116,6 +116,6 @@ class Forms:
 
 
 @cache
-def forms_of(model_path: Path, vocab_size: int) -> Forms:
+def forms_of(model_path: Path, vocab_size: int) -> VllmForms:
     """The same for all parts of a process."""
-    return Forms(model_path, vocab_size)
+    return VllmForms(model_path, vocab_size)

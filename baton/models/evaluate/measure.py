@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.models.evaluate.questions import Choice
+from baton.models.evaluate.questions import MultipleChoice
 from baton.models.evaluate.reader import Reader
 
 Tick = Callable[[int], None]  # is told how many tokens or questions are done
@@ -77,7 +77,7 @@ def read(readers: Sequence[Reader], texts: Sequence[list[int]], prompt: float = 
     return totals
 
 
-def choose(reader: Reader, questions: Iterable[Choice], tick: Tick = unheard) -> float:
+def choose(reader: Reader, questions: Iterable[MultipleChoice], tick: Tick = unheard) -> float:
     """The share of right answers."""
     right = count = 0
     for question in questions:

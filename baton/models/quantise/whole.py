@@ -16,7 +16,7 @@ from baton.engine.facts.fingerprint import check_sums
 from baton.engine.model.checkpoint import Checkpoint, ModelConfig, expected_tensors
 from baton.engine.model.config_json import read_config
 from baton.models.folder import write_json
-from baton.models.quantise.inputs import Inputs
+from baton.models.quantise.inputs import InputSums
 from baton.models.quantise.methods import METHODS, Method, group_of
 from baton.models.quantise.rounding import nearest
 from baton.models.quantise.shards import Shards
@@ -148,7 +148,7 @@ class Work:
             self.done.bytes_before += tensor.nbytes
         self._walk.move(index, tensors)
 
-    def _scaled(self, met: dict[Site, Inputs], tensors: Tensors) -> tuple[dict[Site, Tensor], dict[str, Tensor]]:
+    def _scaled(self, met: dict[Site, InputSums], tensors: Tensors) -> tuple[dict[Site, Tensor], dict[str, Tensor]]:
         """Scales columns as the method wants them. Returns the factors, and what rows `[out, 1]` of other matrices were divided by."""
         columns, rows = dict[Site, Tensor](), dict[str, Tensor]()
         for site, inputs in met.items():
@@ -159,7 +159,7 @@ class Work:
                     rows[site.made_by or ""] = divided
         return columns, rows
 
-    def _count(self, w: Tensor, v: Tensor, inputs: Inputs, s: Tensor | None) -> None:
+    def _count(self, w: Tensor, v: Tensor, inputs: InputSums, s: Tensor | None) -> None:
         """w is the original, v what stands for it, with columns times s."""
         method, group = self._method, self.done.group or w.shape[1]
         self.done.signal += inputs.error(w)

@@ -64,7 +64,7 @@ class Quantised:
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
+class MatrixWorth:
     """What a matrix is worth that was quantised in a form which nothing computes."""
 
     numbers: Tensor  # float32 [out, in]
@@ -80,7 +80,7 @@ class Worth:
         return self.numbers
 
 
-Matrix = Tensor | Quantised | Worth
+Matrix = Tensor | Quantised | MatrixWorth
 
 
 def plain(matrix: Matrix) -> Tensor:
