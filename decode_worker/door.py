@@ -63,7 +63,7 @@ class DecodeDoor(SessionDoor, worker_pb2_grpc.DecodeServicer):
 
 
 def _without_search(emit: Emit) -> Emit:
-    """For a router that does not ask how far a search has come."""
+    """Serves a router that does not ask how far a search has come."""
     return lambda event: None if isinstance(event, Searched) else emit(event)
 
 

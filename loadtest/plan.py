@@ -198,5 +198,5 @@ class ComparePlan:
         return check_equal(arms, self.common, self.hardware) if self.release is None else self.release.config
 
     def running(self, arm: Arm) -> AbstractAsyncContextManager[dict[str, str]]:
-        """With the addresses of its doors. Raises ClusterError."""
+        """Runs the arm and yields the addresses of its doors. Raises ClusterError."""
         return RunningCluster({**self.common, **arm.topology}, "loadtest") if self.release is None else self.release.running(arm)

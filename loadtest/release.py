@@ -46,7 +46,7 @@ class ReleaseCluster(Protocol):
         BatonError."""
 
     async def addresses(self) -> dict[str, str]:
-        """Of each door, for the requests of the load test."""
+        """The address of each door, for the requests of the load test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def check_pods(deployments: Mapping[str, Object]) -> dict[str, Any]:
 
 
 def described(deployment: Object) -> dict[str, Any]:
-    """Of a Deployment's pods what decides how fast they are."""
+    """What decides how fast a Deployment's pods are."""
     spec = deployment["spec"]["template"]["spec"]
     container = spec["containers"][0]
     return {key: found for key in SAME if (found := container.get(key, spec.get(key))) is not None}

@@ -55,7 +55,7 @@ class Point:
     runs: tuple[ProbeResult, ...]
 
     def estimate(self, number: Callable[[Summary], float | None]) -> Estimate:
-        """Over the seeds whose runs have the number."""
+        """The estimate over the seeds whose runs have the number."""
         return mean_and_interval([value for run in self.runs if (value := number(run.summary)) is not None])
 
     @property

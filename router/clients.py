@@ -145,7 +145,7 @@ class GrpcWorkers:
         return GrpcFork(told, call, held, self._read(inbox))
 
     async def _read(self, inbox: Inbox[Message]) -> AsyncGenerator[DecodeEvent, None]:
-        """Up to and including Ended: an error may come after it."""
+        """Yields events up to and including Ended: an error may come after it."""
         while True:
             messages, size = await inbox.take(BYTES_AT_ONCE)
             await self._streams.budget.spend(int(size * CONVERTING))

@@ -81,7 +81,7 @@ class Counters:
                 self._uncached[cause].inc(tokens)
 
     def _time(self, request: Request, times: RequestTimes) -> None:
-        """Of a request that has ended well."""
+        """Observes the times of a request that has ended well."""
         if times.tpot_s is not None:
             self._tpot.observe(times.tpot_s)
         self._duration.observe(times.e2e_s)

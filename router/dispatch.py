@@ -165,7 +165,7 @@ class Dispatcher:
         return forks
 
     async def _join(self, request: Request, joined: JoinedCall, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:
-        """As `_attempt`, with the call that has begun with the leader's. The leader's stages until then are those of all."""
+        """Does what `_attempt` does, with the call that has begun with the leader's. The leader's stages until then are those of all."""
         trace, theirs = request.trace, joined.leader.trace
         trace.follow(theirs)
         try:

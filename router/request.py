@@ -196,7 +196,7 @@ class PromptToken:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of successive tokens of the prompt; told with the first choice."""
+    """Scores of successive tokens of the prompt; told with the first choice."""
 
     tokens: tuple[PromptToken, ...]
     choice: int = 0
@@ -255,7 +255,7 @@ class Guesses:
 
     @property
     def steps(self) -> bytes:
-        """For each of the first `MAX_STEPS` steps with guesses, two bytes: how many were accepted, and how many were not."""
+        """Two bytes for each of the first `MAX_STEPS` steps with guesses: how many were accepted, and how many were not."""
         return bytes(self._steps) + bytes((min(self._run, 255), 0)) * bool(self._run)
 
     @property

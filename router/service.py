@@ -322,7 +322,7 @@ class GenerateService:
         return params, stops
 
     def _demanded(self, ask: Ask, prompt_end: str) -> tuple[Ask, tuple[str, ...]]:
-        """With the form of the whole output: of calls that are demanded, and of thinking. And what of it is not enforced."""
+        """The ask with the form of the whole output, of demanded calls and of thinking; and what of it is not enforced."""
         form, relaxed = ask.sampling.structured, tuple[str, ...]()
         if demand := self._forms.demand(ask.setting, prompt_end):
             form, relaxed = demand.grammar, demand.relaxed
@@ -400,7 +400,7 @@ class GenerateService:
         return await self._pool.run(encode, ask.text or "", most, within_s=left)
 
     async def _speculation(self, ask: Ask, served: Served, deadline: float) -> Speculation:
-        """With the token ids of a prediction that is text. Raises INVALID_FIELD, as `check` does for what it can know."""
+        """The speculation with the token ids of a prediction that is text. Raises INVALID_FIELD, as `check` does for what it can know."""
         if ask.predicted_text is None:
             return ask.speculation
         field = "prediction.text"

@@ -172,7 +172,7 @@ class _Base:
 
 
 def _kept(base: _Base) -> dict[str, dict[str, Kept]]:
-    """By object and method: for calls whose arguments change later, or would weigh too much."""
+    """What is kept, by object and method, of calls whose arguments change later or would weigh too much."""
     return {
         "policy": _kept_of_policy(base),
         "index": _kept_of_index(base),

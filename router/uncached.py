@@ -42,7 +42,7 @@ class Sought:
 
 @dataclass(frozen=True, slots=True)
 class Uncached:
-    """In tokens; see the head of this file. The sum of `causes` is what was computed."""
+    """Counts of tokens; see the head of this file. The sum of `causes` is what was computed."""
 
     promised: int
     reachable: int
@@ -77,7 +77,7 @@ class Prompt:
 
 
 class Explainer:
-    """For the prompts of one model."""
+    """Explains the prompts of one model."""
 
     def __init__(self, model: ServedModel, fetch_tokens: int, load_tokens: int, caching: bool) -> None:
         """`fetch_tokens`, `load_tokens`: see `router.policy.Terms`. `caching`: whether the workers keep what they computed."""

@@ -362,7 +362,7 @@ def _continuation(ask: Ask, limits: RequestLimits, vocab_size: int, context: Con
 
 
 def _speculation(ask: Ask, limits: RequestLimits, vocab_size: int, context: Context | None, offer: Offer | None) -> Iterator[Violation]:
-    """Without an `offer` no worker is ready, and the request goes no further."""
+    """If there is no `offer`, no worker is ready and the request goes no further."""
     asked, text = ask.speculation, ask.predicted_text
     if offer is not None and asked.method and asked.method not in offer.names:
         yield Violation("speculation.method", f"must be one of {', '.join(offer.names)}")

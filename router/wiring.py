@@ -333,7 +333,7 @@ class RouterProcess:
                 log.warning("tenant limits take effect after a restart: the router started without any")
 
     def _waits_for(self) -> str:
-        """Without a look at the registry a router knows no worker, and would refuse what other routers serve. One look is enough."""
+        """A router that has not looked at the registry knows no worker, and would refuse what other routers serve. One look is enough."""
         return "" if self._watch and self._watch.reached else "the registry has not answered yet"
 
     async def _set_health(self, serving: bool) -> None:

@@ -708,6 +708,32 @@ def test_a_third_function_inside_two_is_detected() -> None:
     assert inmost(parsed("class A:\n def f():\n  if x:\n   def g():\n    def h(): pass")) == 3 and inmost(parsed("def f(): pass")) == 1
 
 
+PREPOSITION = re.compile(
+    r"(?:about|above|across|after|against|along|among|around|as|at|before|behind|below|beneath|beside|between|beyond|"
+    r"by|during|for|from|in|inside|into|like|near|of|off|on|onto|out|outside|over|past|per|since|through|"
+    r"throughout|to|toward|towards|under|until|upon|via|with|within|without)\b",
+    re.IGNORECASE,
+)
+
+
+def fragments(text: str) -> list[str]:
+    """Docstrings that begin with a preposition: a reader has to find out what they are about."""
+    nodes = (node for node in ast.walk(parsed(text)) if isinstance(node, FUNCTION | ast.ClassDef | ast.Module))
+    found = [docstring for node in nodes if (docstring := ast.get_docstring(node))]
+    return [docstring for docstring in found if PREPOSITION.match(docstring)]
+
+
+@for_each([*sources(), *sorted((ROOT / "scripts").glob("*.py"))], within)
+def test_docstrings_say_what_they_are_about(path: Path) -> None:
+    assert not fragments(path.read_text())
+
+
+def test_a_docstring_without_its_subject_is_detected() -> None:
+    """Negative control."""
+    assert fragments('"""Of one layer."""') and fragments('class A:\n def f():\n  """\n  To be called first."""')
+    assert not fragments('"""Up to ten keys."""\ndef f():\n "Office hours."\ndef g(): pass')
+
+
 DEEP = "def f():\n if a:\n  for b in c:\n   with d:\n    try:\n     {}\n    finally:\n     pass"
 
 

@@ -12,7 +12,7 @@ from baton.engine.options import Options
 
 
 def origins(loaded: Loaded, choice: DeviceChoice | None = None) -> dict[str, str]:
-    """By dotted key. `choice`: what `engine.device` means here, if that is known already."""
+    """Origins by dotted key. `choice`: what `engine.device` means here, if that is known already."""
     engine, found = loaded.config.engine, dict(loaded.sources)
     facts = _facts(engine.device, choice)
     if engine.device == "auto":
@@ -27,7 +27,7 @@ def origins(loaded: Loaded, choice: DeviceChoice | None = None) -> dict[str, str
 
 
 def _facts(asked: Asked, choice: DeviceChoice | None) -> DeviceFacts:
-    """With a device that is asked for and not here, `baton up` says so; its options are shown all the same."""
+    """If the device that is asked for is missing, `baton up` says so; its options are shown all the same."""
     try:
         choice = choice or choose(asked)
     except ValueError:

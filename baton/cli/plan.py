@@ -118,7 +118,7 @@ def stocks_of(gpus: Sequence[str], prices: Sequence[str], per_node: int) -> list
 
 
 def _named(field: str, texts: Sequence[str]) -> dict[str, float]:
-    """Of "h100=16,l40s=8"."""
+    """Numbers by name, from "h100=16,l40s=8"."""
     found: dict[str, float] = {}
     for part in (part.strip() for text in texts for part in text.split(",")):
         name, _, number = part.partition("=")

@@ -29,7 +29,7 @@ class DeviceChoice:
 
 
 def choose(asked: Asked, env: Mapping[str, str] = os.environ, nvml: Any = None) -> DeviceChoice:
-    """On this host. Raises ValueError, with what is wrong and what to do, if that is not possible."""
+    """Chooses for this host. Raises ValueError, with what is wrong and what to do, if that is not possible."""
     if asked == "cpu":
         return DeviceChoice("cpu")
     host = find(nvml)

@@ -43,7 +43,7 @@ class KeyEntry:
 
 
 class ApiKeys:
-    """Without entries no key is needed, and requests have no tenant."""
+    """If there are no entries, no key is needed and requests have no tenant."""
 
     def __init__(self, entries: Iterable[KeyEntry] = (), quota: Quota | None = None) -> None:
         """`quota` is for tenants whose entries set none. Raises ConfigError when two entries of one tenant disagree."""

@@ -81,7 +81,7 @@ class Children(dict[Key, Child]):
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """For a histogram, `value` is the sum and `buckets` the cumulative counts, one for each bound and one for all values."""
+    """A histogram has its sum in `value` and its cumulative counts in `buckets`, one for each bound and one for all values."""
 
     labels: Mapping[str, str]
     value: Number

@@ -63,7 +63,7 @@ Knob = Slider | Menu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Of one run. Lengths are in tokens, `spread` is a share of them, times of objectives are in milliseconds."""
+    """The settings of one run. Lengths are in tokens, `spread` is a share of them, times of objectives are in milliseconds."""
 
     rate: float = 4.0
     duration_s: int = 20

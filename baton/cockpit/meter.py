@@ -55,7 +55,7 @@ class Meter:
     gaps: list[float] = field(default_factory=list)  # TPOT of the answers that ended, s
 
     def point(self, at: float, rate: float, seen: Looked) -> dict[str, Any]:
-        """Of the step that ends `at`; a new one begins."""
+        """The point of the step that ends `at`; a new one begins."""
         told = {
             "at": at, "rate": rate, "tokens": self.tokens / max(at - self.last, 1e-3), "in_flight": self.in_flight,
             **{f"ttft_p{share}": percentile(self.firsts, share) for share in (50, 95)},

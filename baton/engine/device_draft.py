@@ -94,7 +94,7 @@ class DeviceDraft(DraftModel):
         return trees(near, [self._said(ask, draft) for ask, draft in zip(near, drafts, strict=True)], others if self._others else [])
 
     def _said(self, ask: DraftRequest, draft: Seq[int]) -> list[int]:
-        """As many as were asked for, up to the end that the draft sees."""
+        """The guesses that were asked for, up to the end that the draft sees."""
         draft = draft[: ask.most]
         if ask.seq.params.ignore_eos:
             return [*draft]

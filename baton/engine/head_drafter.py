@@ -48,7 +48,7 @@ CAUGHT_UP = 512  # tokens of all sequences that are computed so in a step: a str
 
 
 class KeptStates(NamedTuple):
-    """Of one step."""
+    """What is kept of one step."""
 
     states: Tensor  # [n, H]
     numbers: Seq[int]  # of their sequences

@@ -61,7 +61,7 @@ class ForwardPart(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """Of parts, in their order. The next step may overwrite it."""
+    """The results of parts, in their order. The next step may overwrite it."""
 
     logits: Tensor  # float32 [R, V], a row for each token whose logits are wanted
     best: list[int] | None  # what `sampler.greatest` finds in them if it is known

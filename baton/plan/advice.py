@@ -62,7 +62,7 @@ def losers(found: Found, search: Search, asked: Question, shown: Sequence[Config
 
 
 def impossible(search: Search, asked: Question, holding: set[str]) -> Iterator[tuple[str, str]]:
-    """Of each kind of GPU that no configuration decodes on: the term that forbids it."""
+    """Each kind of GPU that no configuration decodes on, and the term that forbids it."""
     by_device: dict[str, list[Speed]] = {}
     for speed in search.speeds:
         by_device.setdefault(speed.kind.device.name, []).append(speed)
@@ -78,7 +78,7 @@ def terms(search: Search, asked: Question) -> list[str]:
 
 
 def _term(speeds: Sequence[Speed], asked: Question, objective: str) -> str:
-    """Of the best of these workers, without any queue."""
+    """The term of the best of these workers, without any queue."""
     if all(speed.most < 1 for speed in speeds):
         roomy = max(speeds, key=lambda speed: speed.kv_room)
         return f"memory: KV of one sequence, {roomy.sequence_bytes / 1e9:.2f} GB, does not fit beside the weights on {roomy.kind}"

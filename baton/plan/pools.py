@@ -34,7 +34,7 @@ SMALL_CHUNK, LARGE = 2048, 64 << 30  # the default below so many bytes of memory
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """Of workers: `tensor` GPUs share each layer, `stages` groups of these share the layers."""
+    """A kind of worker: `tensor` GPUs share each layer, `stages` groups of these share the layers."""
 
     device: Device
     tensor: int = 1
@@ -88,7 +88,7 @@ class Question:
 
 
 class Speed:
-    """Of one kind of worker with the requests of a question."""
+    """The speed of one kind of worker with the requests of a question."""
 
     def __init__(self, kind: WorkerKind, asked: Question) -> None:
         self.kind, self._asked = kind, asked
@@ -106,7 +106,7 @@ class Speed:
 
     @property
     def sequence_bytes(self) -> float:
-        """Of a sequence in the memory of a stage's worth of workers."""
+        """Bytes of a sequence in the memory of a stage's worth of workers."""
         return self.kv_token_bytes * self._asked.shape.kv_copies(self.kind.tensor) * self._asked.traffic.whole
 
     @cached_property
@@ -116,7 +116,7 @@ class Speed:
 
     @cached_property
     def prompts(self) -> list[tuple[float, float]]:
-        """For each request, the seconds of its prefill alone, and its share of steps that are full of prompts."""
+        """The seconds of each request's prefill alone, and its share of steps that are full of prompts."""
         return [self._prompt(each.prompt) for each in self._lengths]
 
     def _prompt(self, tokens: int) -> tuple[float, float]:
@@ -136,7 +136,7 @@ class Speed:
         return [self._asked.slower * step_seconds(self.numbers(b), "roof", Work(decodes=b, context=int(b * context))) for b in BATCHES]
 
     def numbers(self, batch: int) -> dict[str, float]:
-        """Of steps with so many tokens; only of experts it matters how many."""
+        """The numbers of steps with so many tokens; how many matters only with experts."""
         shape, kind = self._asked.shape, self.kind
         if shape.experts is None:
             return self._numbers

@@ -62,7 +62,7 @@ class Configuration:
 
 
 def order(one: Configuration) -> tuple[float, ...]:
-    """Of equal cost: fewer GPUs, smaller workers (of which one can fail alone), fewer pools and stages."""
+    """The sort key: cost, then fewer GPUs, smaller workers (of which one can fail alone), fewer pools and stages."""
     return (
         round(one.cost, 6), one.gpus, max(kind.gpus for kind in one.kinds), len(one.kinds), max(kind.stages for kind in one.kinds),
         -one.attainment,
@@ -145,7 +145,7 @@ class Search:
         return self._colocated(decode) if like.prefill is None else self._split(by_kind[like.prefill.kind], decode)
 
     def with_more(self, one: Configuration, prefill: bool) -> Configuration | None:
-        """With another worker in one of the pools; None: there are not so many GPUs."""
+        """The configuration with another worker in one of the pools; None: there are not so many GPUs."""
         if one.prefill is None:
             pool = self._pool("colocated", one.decode.speed, one.decode.workers + 1)
             return self._made(None, pool, attained(pool.ttft, pool.tpot))

@@ -45,7 +45,7 @@ class Shape:
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer."""
+        """The attention parameters of one layer."""
         h, n, at = self.hidden, self.heads, self.latent
         if at is None:
             return 2 * h * self.head_dim * (n + self.kv_heads)
@@ -54,7 +54,7 @@ class Shape:
         return q + h * (at.rank + at.rope) + at.rank * n * (at.nope + at.value) + n * at.value * h
 
     def feed_forward_parameters(self, routed: float | None = None) -> float:
-        """Of all layers, if `routed` experts of each layer count; None: all."""
+        """The parameters of all layers, if `routed` experts of each layer count; None: all."""
         one = 3 * self.hidden
         if self.experts is None:
             return self.layers * one * self.intermediate
@@ -85,7 +85,7 @@ class Shape:
         return self.layers * self.attention_parameters + self.feed_forward_parameters(routed) + self.head_parameters
 
     def kv_bytes(self, number_bytes: float = 2) -> float:
-        """Of one token."""
+        """The KV bytes of one token."""
         if self.latent:
             return kv_bytes_per_token(self.layers, 1, self.latent.rank + self.latent.rope, number_bytes, parts=1)
         return kv_bytes_per_token(self.layers, self.kv_heads, self.head_dim, number_bytes)
@@ -124,7 +124,7 @@ KNOWN = {
 
 
 def shape_of(model: str) -> Shape:
-    """By name, or of a folder. Raises CheckpointError, or KeyError with what is known."""
+    """The shape of a known name, or of a folder. Raises CheckpointError, or KeyError with what is known."""
     path = Path(model)
     if not path.is_dir():
         if model.lower() in KNOWN:

@@ -46,7 +46,7 @@ def lacking(made: Configuration, shape: Shape, per_node: int) -> tuple[str, ...]
 
 
 def values_of(made: Configuration, asked: Question, max_model_len: int) -> dict[str, Any]:
-    """For `helm install -f`. Only for one that lacks nothing (`lacking`)."""
+    """Values for `helm install -f`, of a configuration that lacks nothing (`lacking`)."""
     shape, kind = asked.shape, made.decode.kind
     engine: dict[str, Any] = {"device": "cuda", "max_num_seqs": MOST_SEQUENCES, "max_num_batched_tokens": CHUNK}
     own = engine_of(made) == "baton"

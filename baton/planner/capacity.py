@@ -71,7 +71,7 @@ class Model:
         return self.profile.values("start")["base"]
 
     def prompt_s(self, uncached: float) -> float:
-        """Of a prompt alone."""
+        """The time of a prompt alone."""
         numbers, form = self._step
         tokens = min(round(uncached), PAIRS_MOST)
         return sum(step_seconds(numbers, form, work) for work in works_of_prompt(tokens, 0, self.chunk))
@@ -81,7 +81,7 @@ class Model:
         return step_seconds(numbers, form, Work(decodes=batch, context=round(batch * context)))
 
     def stay_s(self, sizes: PoolSizes, demand: Demand) -> float:
-        """Of a request, from its arrival to its last token, without queues."""
+        """The time of a request from its arrival to its last token, without queues."""
         running = demand.rate * demand.output * self.step_s(1, demand.prompt) / max(1, sizes.decode)
         batch = max(1, min(self.max_num_seqs, round(running)))
         return self.prompt_s(demand.uncached) + demand.output * self.step_s(batch, demand.prompt + demand.output / 2)

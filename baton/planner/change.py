@@ -80,7 +80,7 @@ class Seen:
     starting: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, pool: RoleName, draining: bool = False) -> list[Worker]:
-        """In the order in which a launcher started them."""
+        """A pool's workers in the order in which a launcher started them."""
         found = [worker for worker in self.workers if worker.pool == pool and worker.draining == draining]
         return sorted(found, key=lambda worker: (worker.number, worker.name))
 
@@ -140,7 +140,7 @@ Action = Resize | Flip
 
 
 def sized(pools: Pools, sizes: Mapping[str, int]) -> Pools:
-    """With these sizes of some pools."""
+    """The pools, some with these sizes."""
     return replace(pools, prefill=sizes.get("prefill", pools.prefill), decode=sizes.get("decode", pools.decode))
 
 
@@ -164,13 +164,13 @@ class Change:
         return self.state not in OVER
 
     def noted(self, now: float) -> bytes:
-        """For the planner that may take over. Durations alone: no two hosts have one clock."""
+        """A note to the planner that may take over. Durations alone: no two hosts have one clock."""
         made = _Noted(self.number, self.action, asdict(self.sizes), max(0.0, self.deadline - now), now - self.began, self.alive)
         return _NOTED.dump_json(made)
 
     @classmethod
     def of_note(cls, note: bytes, now: float) -> "Change":
-        """As the one before left it: it may have been made or not. Raises ValueError."""
+        """The change that the planner before left: it may have been made or not. Raises ValueError."""
         try:
             told = _NOTED.validate_json(note)
             sizes = PoolSizes(**told.sizes)

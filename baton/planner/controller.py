@@ -150,7 +150,7 @@ class Controller:
             await asyncio.sleep(self._pause())
 
     def _pause(self) -> float:
-        """Until the next look; less while something changes."""
+        """Seconds until the next look; fewer while something changes."""
         change = self.planner.memory.change
         return min(1.0, self._config.interval_s) if change is not None and change.alive else float(self._config.interval_s)
 
@@ -254,7 +254,7 @@ class Controller:
         return ""
 
     async def _tell(self, decision: Decision, interval: Interval | None, changed: bool) -> None:
-        """In the log, and for `baton planner --why`. That the registry does not take it changes nothing."""
+        """Tells the log, and `baton planner --why`. If the registry does not take it, nothing changes."""
         planner, notes = self.planner, list[dict[str, Any]]()
         change = planner.memory.change
         reason = reason_of(decision)
@@ -281,7 +281,7 @@ class Controller:
 
 
 def _fitting(model: Model, members: Sequence[WorkerRecord]) -> Model:
-    """With the sizes that the workers tell."""
+    """The model with the sizes that the workers tell."""
     places = [record.max_num_seqs for record in members if record.max_num_seqs]
     tokens = [record.kv_blocks * record.block_size for record in members if record.kv_blocks]
     return replace(model, max_num_seqs=min(places, default=model.max_num_seqs), kv_tokens=min(tokens, default=model.kv_tokens))

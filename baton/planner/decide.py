@@ -142,8 +142,8 @@ def needed(model: Model, demand: Demand, rules: PlannerRules) -> PoolSizes:
 
 
 def with_spares(need: PoolSizes, rules: PlannerRules) -> PoolSizes:
-    """As many more of each role that is needed, the same number of both, as the budget has room for: no role waits for what is a spare of
-    the other."""
+    """Adds spares to each role that is needed, the same number to both, as far as the budget has room: no role waits for what is a spare
+    of the other."""
     for spares in range(rules.spares, 0, -1):
         prefill = min(need.prefill + spares, rules.most.prefill) if need.prefill else 0
         more = PoolSizes(prefill, min(need.decode + spares, rules.most.decode))
@@ -201,7 +201,7 @@ def _choose(seen: Seen, demand: Demand, effect: Effect, model: Model, memory: Me
 def _candidates(
     seen: Seen, need: PoolSizes, demand: Demand, model: Model, memory: Memory, rules: PlannerRules, now: float
 ) -> "list[tuple[str, Action]]":
-    """In the order in which they are tried."""
+    """The candidates in the order in which they are tried."""
     sizes = seen.sizes
     assert seen.wanted is not None
     found: list[tuple[str, Action]] = []
@@ -301,7 +301,7 @@ def forbidden(action: Action, seen: Seen, rules: PlannerRules, now: float) -> st
 
 
 def _cost(wanted: Pools, seen: Seen, rules: PlannerRules) -> float:
-    """At most, on the way to these sizes."""
+    """The highest cost on the way to these sizes."""
     return sum(count * each for count, each in zip(seen.most(wanted).values(), rules.costs, strict=True))
 
 

@@ -62,7 +62,7 @@ class Planner:
         return decision
 
     def take_up(self, change: Change, seen: Seen, now: float) -> None:
-        """Before the first look: what the planner that led before has noted."""
+        """Takes up, before the first look, what the planner that led before has noted."""
         self.memory = take_up(self.memory, change, seen, now)
         self._told = self.memory.change is None
 
@@ -77,7 +77,8 @@ class Planner:
             self.memory = note(self.memory, "refuse", now, why)
 
     def outcome(self, interval: Interval | None, now: float) -> Outcome | None:
-        """Of a change that is over, once: when a whole interval has passed since, or the next change begins. `interval`: the last one."""
+        """The outcome of a change that is over, once: when a whole interval has passed since, or the next change begins. `interval`: the
+        last one."""
         if self._owed is not None:
             owed, self._owed = self._owed, None
             return owed

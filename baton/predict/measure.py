@@ -93,7 +93,7 @@ class Asker:
             return Heard(times, stream.result)
 
     async def ask_alone(self, prompt: Sequence[int], tokens: int) -> Heard:
-        """After a pause."""
+        """Asks after a pause."""
         await asyncio.sleep(PAUSE_S)
         return await self.ask(prompt, tokens)
 
@@ -373,7 +373,7 @@ def _sum(works: Sequence[Work]) -> dict[str, float]:
 
 
 def _first(works: Sequence[Work]) -> dict[str, float]:
-    """Of a time to the first token."""
+    """The row of a time to the first token."""
     return {"path": 1.0, **_sum(works)}
 
 

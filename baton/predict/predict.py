@@ -59,7 +59,7 @@ class Offer:
 
     @property
     def asked(self) -> dict[str, float]:
-        """By the names of a profile's region."""
+        """What is asked, by the names of a profile's region."""
         return {
             "prompt tokens": max((len(item.tokens) for item in self.items), default=0),
             "output tokens": max((item.output_tokens for item in self.items), default=0),
@@ -84,7 +84,7 @@ class Prediction:
 
     @property
     def warning(self) -> str:
-        """To be said before any figure; empty: nothing."""
+        """The warning that precedes any figure; empty: none."""
         return f"Outside of what was validated: {'; '.join(self.doubts)}." if self.doubts else ""
 
 
@@ -147,7 +147,7 @@ def _drawn(profile: Profile, decode: Profile | None, rng: random.Random) -> tupl
 
 
 def interval(value: float, others: Iterable[float], share: bool = False) -> Simulated:
-    """Of a figure, by what it is with other profiles. A share, or a figure that was 0 once, is not taken as a factor."""
+    """The interval of a figure, by what it is with other profiles. A share, or a figure that was 0 once, is not taken as a factor."""
     every = [value, *others]
     if len(every) < 2:
         return Simulated(value, value, value)

@@ -25,7 +25,7 @@ class ClusterSetting:
 
     @property
     def asked(self) -> dict[str, float]:
-        """By the names of a profile's region."""
+        """What is asked, by the names of a profile's region."""
         sizes = self.sizes
         return {"prefill workers": sizes.prefill, "decode workers": sizes.decode, "tokens a step": sizes.max_num_batched_tokens}
 

@@ -136,7 +136,7 @@ def check_secret(secret: bytes) -> None:
 
 
 def digest_of(modules: Iterable[str]) -> str:
-    """Of the text of deciding code: what another version has decided may be decided otherwise."""
+    """The digest of the text of deciding code: what another version has decided may be decided otherwise."""
     digest = blake2b(digest_size=8)
     for name in sorted(modules):
         if (file := import_module(name).__file__) is not None:

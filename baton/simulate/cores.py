@@ -32,7 +32,7 @@ class Speeds:
                 raise ValueError(f"a speed of {value}: it is above 0 and at most 1")
 
     def of(self, kind: Kind, other: Kind) -> float:
-        """Of one that does `kind`."""
+        """The speed of one that does `kind`."""
         if "other" in (kind, other):
             return 1.0
         special = {

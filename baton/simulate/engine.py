@@ -182,7 +182,7 @@ class ModelledEngine(Commands):
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Within a loop of virtual time."""
+        """Must be called within a loop of virtual time."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         self._loop = loop
@@ -298,7 +298,7 @@ class ModelledEngine(Commands):
             self._ended.set_result(None)
 
     async def _sleep(self, seconds: float | None = None) -> None:
-        """Until somebody asks for something."""
+        """Sleeps until somebody asks for something."""
         self._sleeping = self._loop.create_future()
         timer = None if seconds is None else self._loop.call_later(seconds, self._wake_up)
         try:

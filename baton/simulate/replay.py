@@ -109,7 +109,7 @@ def told(result: Any, read: Callable[[Any], Any]) -> Any:
 
 
 def summary(outcomes: list[ReplayOutcome]) -> Iterator[str]:
-    """For a person."""
+    """The outcomes as text for a person."""
     for one in outcomes:
         total = one.compared.total()
         kinds = ", ".join(f"{name} {count}" for name, count in sorted(one.compared.items()))

@@ -133,5 +133,5 @@ class ReplayedEngine:
         return seq
 
     def _extend_keys(self, seq: Sequence) -> None:
-        """As `Scheduler.extend_keys`, which makes them from the tokens."""
+        """Replaces `Scheduler.extend_keys`, which makes the keys from the tokens."""
         seq.keys += self._keys[seq][len(seq.keys) : len(seq.tokens) // self._engine.block_size]

@@ -92,7 +92,7 @@ class ModelledWorker:
         return _load(await self.engine.look())
 
     def load_now(self) -> Load:
-        """Without waiting for a step to end."""
+        """The load now, without waiting for a step to end."""
         return _load(self.engine.facts())
 
     async def close(self) -> None:
@@ -304,7 +304,7 @@ class ModelledWorkers:
         self._end(handle)
 
     def _follow(self, worker: WorkerRecord, here: ModelledWorker) -> None:
-        """From the first prompt on, as a session does."""
+        """Follows the worker from the first prompt on, as a session does."""
         if worker.name not in self._followed:
             self._followed.add(worker.name)
             loop = asyncio.get_running_loop()

@@ -56,7 +56,7 @@ class Log:
             os.fdatasync(self._fd)
 
     def rewrite(self, entries: Sequence[SlotEntry]) -> None:
-        """Of all that was told only these are left, the longest unused first."""
+        """Keeps only these of all that was told, the longest unused first."""
         path = self._path.with_suffix(".new")
         path.unlink(missing_ok=True)
         fd = self._open(path)

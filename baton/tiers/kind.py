@@ -11,7 +11,7 @@ class UnitKind:
 
     @property
     def facts(self) -> dict[str, str | int]:
-        """As they are written beside the units."""
+        """The facts as they are written beside the units."""
         return {"fingerprint": self.fingerprint.hex(), "seal": self.seal, "unit_bytes": self.unit_bytes}
 
     def check(self, found: dict[str, object], where: str) -> None:

@@ -51,8 +51,8 @@ class LockedStore(MemoryStore):
         self._guard = threading.Lock()  # over these; never held while something is copied
 
     def save(self, blocks: Sequence[tuple[bytes, int]], channel: Channel, wanted: Callable[[], bool]) -> list[bytes] | None:
-        """As `put`, of blocks (key, block) of the pool. None: when they had been copied, nobody `wanted` them any more, and none is held.
-        Raises RuntimeError if the device fails."""
+        """Does what `put` does, with blocks (key, block) of the pool. None: when they had been copied, nobody `wanted` them any more, and
+        none is held. Raises RuntimeError if the device fails."""
         with self._copies():
             placed = self._slots.reserve([Unit(key, b"", NOTHING) for key, _ in blocks])
             entries, by_key, good = placed.entries, dict(reversed(blocks)), False

@@ -196,7 +196,7 @@ class ObjectStore:
         self._kind.check(found, self.place)
 
     def _names(self) -> list[str]:
-        """In the order of their writing."""
+        """The names in the order of their writing."""
         found = self._ask([lambda: list(self._objects.list())], LIST_S)[0]
         return [each.name for each in sorted(found, key=lambda each: each.written)]
 

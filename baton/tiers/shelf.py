@@ -71,7 +71,7 @@ class _Reading:
         self._lock = threading.Lock()  # over what `take` writes to, too
 
     def takes(self, start: int) -> Callable[[Sequence[int], Landing], list[bool]]:
-        """For a piece that begins there."""
+        """The `Take` of a piece that begins there."""
 
         def take(units: Sequence[int], landing: Landing) -> list[bool]:
             with self._lock:
@@ -83,7 +83,7 @@ class _Reading:
         return take
 
     def ends(self, count: int) -> Callable[[], None]:
-        """For a piece of so many."""
+        """The end of a piece of so many."""
 
         def end() -> None:
             with self._lock:

@@ -207,7 +207,7 @@ class Tier:
             piece.done()
 
     def credit(self, seconds: float) -> None:
-        """Of computing, which units saved that came before somebody asked for them."""
+        """Credits computing time, saved by units that came before somebody asked for them."""
         with self._lock:
             self.worth.saved(seconds, self._clock())
 

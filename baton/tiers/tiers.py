@@ -57,7 +57,7 @@ class Tiers:
             tier.close()
 
     def shelf(self, longest: int) -> PinnedShelf:
-        """In the nearest tier that has room for `longest` tokens, or the largest."""
+        """A shelf in the nearest tier that has room for `longest` tokens, or the largest."""
         need = -(-longest // self._pool.layout.block_size)
         tiers = [tier for tier in self.tiers if tier.store.pins is not None]
         if not tiers:
@@ -120,7 +120,7 @@ class Tiers:
                 tier.watch(now)
 
     def told(self) -> list[TierReport]:
-        """For people and metrics; in any thread."""
+        """Reports for people and metrics; any thread may call it."""
         return [tier.told(time.monotonic(), self._compute_s) for tier in self.tiers]
 
     def drop(self, keys: Sequence[bytes]) -> None:

@@ -27,11 +27,11 @@ class Landing(Protocol):
 
     @property
     def units(self) -> Sequence[memoryview]:
-        """As the host sees them; none of those that a device copies."""
+        """The units that the host sees; none of those that a device copies."""
         ...
 
     def into(self, blocks: Sequence[int], places: Sequence[int]) -> list[bool]:
-        """As `Carrier.into`."""
+        """See `Carrier.into`."""
         ...
 
 
@@ -51,7 +51,7 @@ class Way(Protocol):
 
 
 class Ways(NamedTuple):
-    """Of one tier."""
+    """The ways of one tier."""
 
     batch: int  # units of one `put`
     piece: int  # units of one `get`

@@ -32,7 +32,7 @@ def make_tiers(config: TiersConfig, name: str) -> Tiers | None:
 
 
 def records(tiers: Tiers | None) -> tuple[TierRecord, ...]:
-    """For people."""
+    """The tiers' records, which people read."""
     return tuple(_record(tier) for tier in tiers.told()) if tiers is not None else ()
 
 

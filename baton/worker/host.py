@@ -266,7 +266,7 @@ class Host:
         return self._stall.look(loop_time(), Activity(*self.engine.activity()))
 
     async def _bring(self, keys: Sequence[bytes], wait_s: float) -> int:
-        """For a hint. One that drains gets no new requests."""
+        """Brings KV for a hint. A worker that drains gets no new requests."""
         return 0 if self.stage is not Stage.READY else await self.engine.bring(keys, wait_s, hint=True)
 
     async def probe(self, asker: str) -> Probed:

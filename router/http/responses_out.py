@@ -189,7 +189,7 @@ class ResponseWriter:
 
     @property
     def _kind(self) -> str:
-        """Of the item that is open; there is one if there is any."""
+        """The kind of the open item; one is open if there is any."""
         return self._items[-1].kind if self._items else ""
 
     def _open(self, kind: str, call_id: str = "", name: str = "") -> Iterator[Iterator[bytes]]:

@@ -191,7 +191,7 @@ class Colder:
         self.loaded_tokens = 0
 
     def turn(self, now: float) -> int:
-        """To be called before each step, and when there is none. Returns how many tokens running sequences have got."""
+        """Must be called before each step, and when there is none. Returns how many tokens running sequences have got."""
         self._tiers.watch(now)
         if self._left:
             self.ghosts.left(self._left, now)

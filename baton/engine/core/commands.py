@@ -181,7 +181,7 @@ class Commands:
         return await self.call(lambda engine: (self._cache_sequence, held(engine)))
 
     def attach(self, tiers: ColderTiers) -> None:
-        """To be called before it runs. May wait; raises what `ColderTiers.open` raises."""
+        """Must be called before it runs. May wait; raises what `ColderTiers.open` raises."""
         tiers.open(self.pool, Reports(self))
         self._engine.colder = Colder(tiers, self._engine.pool, self._engine.scheduler, both=not self._engine.runner.on_device)
         if self._engine.long_contexts:

@@ -82,7 +82,7 @@ class Chain:
 
     @torch.inference_mode()
     def draft(self, lanes: Seq[DraftLane], steps: int) -> tuple[list[list[int]], list[list[int]]]:
-        """For each of `lanes`, `steps` tokens, and the other choices of the first of them."""
+        """Drafts `steps` tokens for each of `lanes`, and the other choices of the first of them."""
         if not self._graphs:
             return self._one_by_one(lanes, steps)
         drafts, others = list[list[int]](), list[list[int]]()
@@ -233,7 +233,7 @@ TORCH = {
 
 
 def filters_of(params: Seq[SamplingParams], keys: Seq[int], vocab: int, device: torch.device) -> Filters:
-    """Of a draw in which nothing depends on what was said before."""
+    """The filters of a draw in which nothing depends on what was said before."""
     facts = {name: upload(value, device) for name, value in _facts(params, vocab).items()}
     noise = upload(np.array(keys, dtype=np.uint64).view(np.int64), device)
     return Filters(facts["temperature"], facts["top_k"], facts["top_p"], facts["floor"], facts["greedy"], noise, True)

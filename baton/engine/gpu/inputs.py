@@ -216,7 +216,7 @@ class Inputs:
         return [seat.index for seat in taken]
 
     def seat(self, key: object) -> Seat:
-        """Of a sequence of the step that was prepared last."""
+        """The seat of a sequence of the step that was prepared last."""
         return self._seat_of[key]
 
     def remember(self, seated: Seq[Seat], tokens: Tensor) -> None:

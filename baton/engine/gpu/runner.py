@@ -44,7 +44,7 @@ class DeviceCompanion(Companion, Protocol):
     yet."""
 
     def place(self, kv: Tensor, capacity: Capacity, capture: Callable[[Compute], Compute]) -> None:
-        """In place of `attach`. The last of the blocks is scratch. `capture`: see `Graphs`."""
+        """Replaces `attach`. The last of the blocks is scratch. `capture`: see `Graphs`."""
         ...
 
     def detach(self) -> None:

@@ -63,8 +63,8 @@ def prefill_tile(head: HeadShape, capability: tuple[int, int]) -> Tile:
 
 
 def shared_bytes(tile: Tile, head: HeadShape) -> int:
-    """At most so much shared memory does a program with this tile take: its queries, a piece of keys and values, and their weights. With 64
-    rows and more, the newer chips multiply out of shared memory, and the next piece is there, too."""
+    """The most shared memory that a program with this tile takes: its queries, a piece of keys and values, and their weights. With 64 rows
+    and more, the newer chips multiply out of shared memory, and the next piece is there, too."""
     key = head.value + head.rest
     queries = tile.rows * key
     piece = tile.keys * (key if head.shared else key + head.value)

@@ -278,12 +278,12 @@ def tiled(rows: int, group_words: int) -> bool:
 
 
 def row_shape(row_words: int) -> ProductShape:
-    """For one row of x."""
+    """The shape for one row of x."""
     return ProductShape(1, 4, min(128, triton.next_power_of_2(row_words)), 1)
 
 
 def rows_shape(rows: int, outs: int, row_words: int, element: int) -> ProductShape:
-    """For `rows` of x, whose numbers have so many bytes."""
+    """The shape for `rows` of x, whose numbers have so many bytes."""
     tall, wide = max(16, triton.next_power_of_2(rows)), 128 if element <= 2 else 64
     parts = max(1, min(8, 1024 // triton.cdiv(outs, wide), row_words // (4 * TILE_WORDS)))
     return ProductShape(tall, wide, TILE_WORDS, 4, parts)
@@ -300,7 +300,7 @@ def _packed(matrix: Quantised) -> Tensor:
 
 
 def _narrow(factors: Tensor) -> Tensor:
-    """In two bytes, if they are exactly that."""
+    """The factors in two bytes each, if they are exactly that."""
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal(factors.to(dtype).float(), factors.float()):
             return factors.to(dtype).contiguous()

@@ -96,7 +96,7 @@ class Compiled:
 
 
 def compile_grammar(vocabulary: Vocabulary, grammar: Grammar) -> Compiled:
-    """With its first mask. Takes milliseconds for what applications send, a second at worst. Raises GrammarRefused."""
+    """Compiles a grammar and its first mask. Takes milliseconds for what applications send, a second at worst. Raises GrammarRefused."""
     if grammar.kind not in KINDS:
         raise GrammarRefused(f"the kind must be one of {', '.join(KINDS)}")
     if len(grammar.text.encode("utf-8", "surrogatepass")) > MAX_BYTES:

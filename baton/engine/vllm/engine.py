@@ -187,7 +187,7 @@ class VllmEngine:
     # --- requests ---
 
     async def _warm_up(self) -> None:
-        """Before anybody listens: first requests take seconds, and vLLM compiles for log-probabilities, of one and of several rows."""
+        """Warms up before anybody listens: first requests take seconds; vLLM compiles for log-probabilities of one and of several rows."""
         listener, ended = self._listener, asyncio.Semaphore(0)
 
         def note(outputs: list[Output]) -> None:
@@ -391,7 +391,7 @@ def _start(options: Options, link: LinkHost) -> StartedVllm:
 
 
 def _staged_pool(options: Options, whole: RankReport, fd: int) -> KvPool:
-    """In the memory behind `fd`, which gets the size that it needs."""
+    """A pool in the memory behind `fd`, which gets the size that it needs."""
     shape = (whole.dtype, whole.block_size, whole.layers, whole.heads, whole.width)
     layout = KvLayout(fingerprint(options.path), *shape, parts=1, packing=whole.packing)
     blocks = _staged_blocks(options, layout, whole.blocks)
@@ -400,7 +400,7 @@ def _staged_pool(options: Options, whole: RankReport, fd: int) -> KvPool:
 
 
 def _facts(llm: Any, pool: KvPool, options: Options) -> tuple[Traits, EngineBounds]:
-    """Of a vLLM that runs."""
+    """The facts of a vLLM that runs."""
     model, cache = llm.model_config, llm.vllm_config.cache_config
     eos = frozenset(end_tokens(options.path))
     traits = Traits(

@@ -80,7 +80,7 @@ class RankForms:
 
 
 class VllmForms:
-    """For the thread of the link and that of the model runner. The library is loaded with the first grammar."""
+    """Belongs to the thread of the link and that of the model runner. The library is loaded with the first grammar."""
 
     def __init__(self, model_path: Path, vocab_size: int) -> None:
         self._path, self._vocab_size = model_path, vocab_size

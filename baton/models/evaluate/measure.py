@@ -15,12 +15,12 @@ Tick = Callable[[int], None]  # is told how many tokens or questions are done
 
 
 def unheard(done: int) -> None:
-    """For callers that show no progress."""
+    """Does nothing, for callers that show no progress."""
 
 
 @dataclass(slots=True)
 class Reading:
-    """Of a text by one reader, beside the first of several. Sums over its positions; nats."""
+    """One reader's results on a text, beside the first reader's. Sums over its positions; nats."""
 
     tokens: int = 0
     loss_sum: float = 0.0

@@ -32,7 +32,7 @@ class Extent:
 
 
 class Evaluation:
-    """Of one reader, or of two: what is said of the second is beside the first."""
+    """The evaluation of one reader, or of two: what is said of the second is beside the first."""
 
     def __init__(self, readers: Sequence[Reader], speller: Speller, extent: Extent, say: Say) -> None:
         """Raises ValueError if the readers do not share a vocabulary."""

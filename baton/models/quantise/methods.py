@@ -25,7 +25,7 @@ class Method:
     scale: Callable[[list[Tensor], InputSums, tuple[int, int], int, int], Tensor] | None = None  # of columns, before they are rounded
 
     def factor(self, site: Site, tensors: Tensors, inputs: InputSums, group: int) -> Tensor | None:
-        """For the columns of a site's matrices; None: they stay. Only what makes the inputs can take a factor back."""
+        """The factor for the columns of a site's matrices; None: they stay. Only what makes the inputs can take a factor back."""
         if self.scale is None or not (site.norm or (site.made_by and self.bits < 8)):
             return None
         return self.scale([tensors[f"{name}.weight"] for name in site.names], inputs, site.heads, self.bits, group)

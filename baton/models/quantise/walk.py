@@ -26,7 +26,7 @@ class Walk:
         self.texts = [self._ops.embed(torch.tensor(text), embedding, 1).float().mul_(config.embedding_scale) for text in texts]
 
     def inputs(self, index: int, tensors: Tensors) -> list[InputSums]:
-        """Of each of the layer's sites. The texts stay where they are."""
+        """The inputs of each of the layer's sites. The texts stay where they are."""
         layer, share = self._layer(index, tensors), max(1, SAMPLE // len(self.texts))
         found = [InputSums.none(tensors[f"{site.names[0]}.weight"].shape[1]) for site in sites(self._config)]
         for linear, inputs in zip(linears(layer), found, strict=True):
@@ -36,7 +36,7 @@ class Walk:
         return found
 
     def move(self, index: int, tensors: Tensors) -> None:
-        """Past the layer, with these weights."""
+        """Moves the texts past the layer, with these weights."""
         layer = self._layer(index, tensors)
         for x in self.texts:
             self._apply(layer, index, x)

@@ -54,7 +54,7 @@ class Done:
 
     @property
     def error_nearest(self) -> float:
-        """As `error`, had each weight been rounded to the nearest."""
+        """The `error` if each weight had been rounded to the nearest."""
         return self.wrong_nearest / self.signal
 
 
@@ -84,7 +84,7 @@ def quantise(model: Path, out: Path, name: str, texts: list[list[int]], group: i
 
 
 def _matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of one layer; all are alike."""
+    """The shapes of one layer's matrices; all layers are alike."""
     shapes = expected_tensors(config)
     return {name: shapes[f"model.layers.0.{name}.weight"] for site in sites(config) for name in site.names}
 

@@ -107,7 +107,7 @@ def join(parts: Sequence[Quantised]) -> Quantised:
 
 
 def shifts_of(zeros: Tensor, scales: Tensor, bits: int) -> Tensor | None:
-    """Of a format whose numbers are worth (number - zero) · scale; both are `[out, groups]`. Exact for float16 scales."""
+    """The shifts of a format whose numbers are worth (number - zero) · scale; both are `[out, groups]`. Exact for float16 scales."""
     return -zeros.float() * scales.float() if (zeros != 1 << (bits - 1)).any() else None
 
 
