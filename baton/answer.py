@@ -148,7 +148,7 @@ class Assembly:
 
     @property
     def results(self) -> list[Result]:
-        """Of the choices that have ended, in their order."""
+        """The results of the choices that have ended, in their order."""
         return [part.result for _, part in sorted({0: self, **self.others}.items()) if part.result is not None]
 
     def _of(self, choice: int) -> "Assembly":

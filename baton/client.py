@@ -314,7 +314,7 @@ class Client:
 
 
 class AsyncClient:
-    """Like Client, for asyncio."""
+    """`Client` for asyncio."""
 
     def __init__(
         self,

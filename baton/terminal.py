@@ -18,7 +18,7 @@ PLAIN = dict(zip("·…→←●█✓✗≈─━═│┃║\u2013\u2014\xa0\x
 
 
 def write_anything(*streams: TextIO) -> None:
-    """From now on, text that a stream's encoding lacks is written in plain letters instead of raising UnicodeEncodeError."""
+    """Text that a stream's encoding lacks is written in plain letters from now on instead of raising UnicodeEncodeError."""
     codecs.register_error("plain", _plainly)
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):

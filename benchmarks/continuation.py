@@ -27,7 +27,7 @@ from host_pool import on_host
 
 from baton.cli.up import SHIPPED
 from baton.engine.choice import load_runner
-from baton.engine.core.drafting import Ask, Drafter, Tree
+from baton.engine.core.drafting import Drafter, DraftRequest, Tree
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.limits import Limits
@@ -101,10 +101,10 @@ class Guesses(Drafter):
         self._known = {stream.id: stream.prompt + stream.output for stream in streams}
         self._rng = random.Random(seed)
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         return [self._tree(ask) for ask in asks]
 
-    def _tree(self, ask: Ask) -> Seq[int]:
+    def _tree(self, ask: DraftRequest) -> Seq[int]:
         guess = self._guess(ask.seq, ask.most)
         if not guess or self._rng.random() < 0.3:
             return guess

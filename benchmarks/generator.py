@@ -21,7 +21,7 @@ from pathlib import Path
 from machine import describe
 
 from baton.models.make_small import make_toy
-from loadtest.access import Access
+from loadtest.access import DoorAccess
 from loadtest.arrivals import Poisson
 from loadtest.cluster import RunningCluster
 from loadtest.drive import Answer, Run, drive
@@ -125,7 +125,7 @@ async def compare_cluster(model: Path, size: Size) -> dict[str, object]:
     }
     async with RunningCluster(settings, "generator") as endpoints:
         address = endpoints["grpc"]
-        await warm_up(address, TIMEOUT_S, Access())
+        await warm_up(address, TIMEOUT_S, DoorAccess())
         full = await flood(address, 60.0, 5.0)
         done = [record for record in full.records if record.outcome == "ok"]
         served = len(done) / max(record.ended for record in done)

@@ -41,7 +41,7 @@ from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
-from baton.engine.gpu.choice import BACKENDS, Facts, why_not
+from baton.engine.gpu.choice import BACKENDS, BackendFacts, why_not
 from baton.engine.gpu.inputs import Capacity, Seat
 from baton.engine.gpu.overlap import UNKNOWN, OverlapEngine
 from baton.engine.gpu.runner import GpuRunner
@@ -263,7 +263,7 @@ def flops(runner: GpuRunner, start: int, n: int) -> float:
 
 
 def possible(machine: Machine, head_dim: int) -> list[str]:
-    facts = Facts(machine.device.type, machine.dtype, BLOCK, head_dim, 2)
+    facts = BackendFacts(machine.device.type, machine.dtype, BLOCK, head_dim, 2)
     return [backend for backend in BACKENDS if why_not(backend, facts) is None]
 
 

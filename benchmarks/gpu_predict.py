@@ -32,7 +32,7 @@ from shapes import LLAMA_8B, TINY, TOKENIZER_VOCAB, weight_bytes, write
 
 from baton.cluster import config_layers
 from baton.plan.hardware import DEVICES, MEASURED
-from baton.plan.pools import Kind, sized
+from baton.plan.pools import WorkerKind, sized
 from baton.plan.shape import shape_of
 from baton.plan.sheet import profile_of as of_sheet
 from baton.predict.measure import Amount, Processes, measure_one, profile_of
@@ -126,7 +126,7 @@ def sheet_profile(raw: Mapping[str, Any], device: str) -> Profile:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(dict(raw)))
         shape = shape_of(name)
-    return sized(of_sheet(shape, known, MEASURED), Kind(known), shape)
+    return sized(of_sheet(shape, known, MEASURED), WorkerKind(known), shape)
 
 
 def serves(profile: Profile, load: Mapping[str, Any], chunk: int) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from gpu import Machine, Report, sequences, steps
 
-from baton.engine.core.colder import Colder, Policy
+from baton.engine.core.colder import Colder, TierPolicy
 from baton.engine.core.kvcache import DIGEST_BYTES, Pool
 from baton.engine.core.limits import Limits
 from baton.engine.core.sampling import SamplingParams
@@ -37,7 +37,7 @@ STEPS, WALK_STEPS = 300, 6
 class Watched(Tiers):
     """Remembers what has come."""
 
-    def __init__(self, make: MakeStores, policy: Policy) -> None:
+    def __init__(self, make: MakeStores, policy: TierPolicy) -> None:
         super().__init__(make, policy)
         self.came: list[tuple[int, bytes]] = []  # (block, key)
         self._wanted: dict[int, Sequence[tuple[int, bytes, str]]] = {}
@@ -89,7 +89,7 @@ class Reports:
 
 
 @contextmanager
-def opened(pool: Pool, units: int, policy: Policy) -> Iterator[tuple[Watched, Reports]]:
+def opened(pool: Pool, units: int, policy: TierPolicy) -> Iterator[tuple[Watched, Reports]]:
     tiers, reports = Watched(lambda pool: [(memory_store(pool, units), Bounds(readers=MEMORY_READERS))], policy), Reports()
     tiers.open(pool, reports)
     try:
@@ -128,7 +128,7 @@ def page_locked(tiers: Tiers) -> bool:
 
 def round_trip(machine: Machine, report: Report, runner: GpuRunner, blocks: Sequence[int], into: Sequence[int]) -> dict[str, Any]:
     size, pool = len(blocks) * runner.layout.block_bytes, runner.pool
-    with opened(pool, 2 * len(blocks), Policy()) as (tiers, reports):
+    with opened(pool, 2 * len(blocks), TierPolicy()) as (tiers, reports):
         times: dict[str, list[float]] = {"down": [], "up": []}
         for turn in range(3):  # memory is touched for the first time in the first
             tiers.drop([key(block) for block in blocks])
@@ -159,7 +159,7 @@ def traffic(pool: Pool, blocks: Sequence[int], into: Sequence[int]) -> Iterator[
 
     def run() -> None:
         try:
-            with opened(pool, 2 * len(blocks), Policy()) as (tiers, reports):
+            with opened(pool, 2 * len(blocks), TierPolicy()) as (tiers, reports):
                 for number in itertools.count():
                     if over.is_set():
                         return
@@ -233,7 +233,7 @@ def returning(machine: Machine, report: Report, runner: GpuRunner, tokens: int) 
     engine = OverlapEngine(runner, Limits(4, chunk), tokens + 64)
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     found: dict[str, Any] = {"computed": [], "loaded": [], "loaded tokens": []}
-    with opened(runner.pool, 4 * (tokens // size), Policy(at_once=True, wait_s=10.0)) as (tiers, reports):
+    with opened(runner.pool, 4 * (tokens // size), TierPolicy(at_once=True, wait_s=10.0)) as (tiers, reports):
         engine.colder = colder = Colder(tiers, engine.pool, engine.scheduler, both=False)
         for turn in range(3):
             prompt = [(17 * i + turn) % (runner.vocab_size - 1) for i in range(tokens)]

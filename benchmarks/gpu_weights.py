@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.engine.gpu.inputs import Capacity
 from baton.engine.gpu.runner import GpuRunner
-from baton.engine.gpu.triton_groups import Product
+from baton.engine.gpu.triton_groups import GroupProduct
 from baton.engine.model.quantised.matrix import Matrix, Quantised
 
 BATCHES, CONTEXT = (1, 32), 1024
@@ -59,7 +59,7 @@ def errors(machine: Machine) -> dict[str, float]:
     for kind in KINDS[1:]:
         matrix = stored(kind, shape, machine.device)
         exact = matrix.dequantised().double()
-        product, plain = Product(matrix, None, machine.device), exact.to(machine.dtype)
+        product, plain = GroupProduct(matrix, None, machine.device), exact.to(machine.dtype)
         for rows in (1, 32, 300):
             if not machine.cuda and rows == 300:
                 continue

@@ -63,7 +63,7 @@ from router.admission import Admission
 from router.clients import GrpcWorkers
 from router.dispatch import Dispatcher
 from router.http.page import Page
-from router.journal import Entry, Journal
+from router.journal import Journal, JournalEntry
 from router.live import Live
 from router.policy import Choice, choose_decode
 from router.prefix_index import MAX_AHEAD, MAX_ENTRIES
@@ -293,7 +293,7 @@ def journal(keep: int = REQUESTS) -> Journal:
     return Journal(metrics.Book("router", model="m"), Tracer(), "m", SloConfig(e2e_s=100.0), keep=keep)
 
 
-def open_entry(book: Journal, name: str) -> Entry:
+def open_entry(book: Journal, name: str) -> JournalEntry:
     entry = book.open("chat", name)
     entry.request = Request(name, list(range(600)), 512, SamplingParams(max_tokens=99), "", time.monotonic() + 60, entry.trace)
     entry.trace.watch.enter("prefill", "p0")

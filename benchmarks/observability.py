@@ -42,7 +42,7 @@ from baton.models.make_small import make_toy
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.admission import Admission
 from router.dispatch import Dispatcher
-from router.journal import Entry, Journal
+from router.journal import Journal, JournalEntry
 from router.request import Request, Token, Trace
 from router.service import Draws, GenerateService, ModelText
 from router.tokenizer import Tokenizer
@@ -89,7 +89,7 @@ class Answering:
 class Silent(Journal):
     """Counts nothing and keeps nothing."""
 
-    def close(self, entry: Entry, outcome: str, reason: str) -> None: ...
+    def close(self, entry: JournalEntry, outcome: str, reason: str) -> None: ...
 
 
 class Swallow(SpanExporter):

@@ -44,7 +44,7 @@ from baton.cluster.rpc import CHANNEL_OPTIONS
 from baton.models.make_small import make_toy
 from baton.simulate import virtual_time
 from baton.simulate.cluster import SimulatedCluster, Sizes
-from baton.simulate.engine import Pace
+from baton.simulate.engine import StepPace
 from baton.simulate.workers import Times
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -320,7 +320,7 @@ def refusals(folder: Path) -> dict[str, dict[str, float]]:
 
 # In virtual time
 
-PACE = Pace(step_s=0.004, prompt_token_s=0.0001, sequence_s=0.001)
+PACE = StepPace(step_s=0.004, prompt_token_s=0.0001, sequence_s=0.001)
 
 
 async def simulated_calls(cluster: SimulatedCluster, rate: float, seconds: float, seed: int, urgent: float) -> list[Seen]:

@@ -44,8 +44,7 @@ from baton.cluster.config_planner import PlannerConfig
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError
 from baton.cluster.records import ROLES, Pools
-from baton.planner.capacity import Model
-from baton.planner.capacity import Sizes as Serving
+from baton.planner.capacity import Model, PoolSizes
 from baton.planner.controller import Controller
 from baton.planner.records import decode
 from baton.planner.rehearsal import SimulatedDoors
@@ -59,8 +58,8 @@ CONFIG = PlannerConfig(
     budget=8, interval_s=10, cooldown_s=10.0, hold_s=2 * START_S, cold_s=5.0, stale_s=40.0, start_timeout_s=90.0, flip_timeout_s=30.0,
     period_s=0.0, least_prefill=1, target=ENOUGH, keep=10_000,
 )  # fmt: skip
-STATIC = tuple(Serving(prefill, decode) for decode in (1, 2) for prefill in (1, 2, 3, 4, 5))
-START = Serving(2, 2)  # of the arms that change
+STATIC = tuple(PoolSizes(prefill, decode) for decode in (1, 2) for prefill in (1, 2, 3, 4, 5))
+START = PoolSizes(2, 2)  # of the arms that change
 BEST = 3  # schedules of the frontier that are simulated
 
 
@@ -117,7 +116,7 @@ def model(slo: SloConfig) -> Model:
 class Arm:
     """One run: the cluster and whoever sizes it."""
 
-    def __init__(self, sent: Sequence[Sent], slo: SloConfig, sizes: Serving) -> None:
+    def __init__(self, sent: Sequence[Sent], slo: SloConfig, sizes: PoolSizes) -> None:
         self.sent, self.model = sent, model(slo)
         self.sizes = Sizes(sizes.prefill, sizes.decode, SEQS, KV_BLOCKS, CHUNK, BLOCK, max_queue=512)
         self.cluster = SimulatedCluster(self.sizes, Times.of(self.model.profile), RouterConfig(max_queue=4096), slo, large=True)
@@ -151,7 +150,7 @@ class Arm:
                     task.cancel()
             await self.pools.close()
 
-    async def follow(self, wants: Callable[[float], Serving], every_s: float) -> None:
+    async def follow(self, wants: Callable[[float], PoolSizes], every_s: float) -> None:
         """Flips what can be flipped, and asks for the rest."""
         began = loop_time()
         while True:
@@ -159,7 +158,7 @@ class Arm:
             await self.reach(want)
             await asyncio.sleep(every_s)
 
-    async def reach(self, want: Serving) -> None:
+    async def reach(self, want: PoolSizes) -> None:
         names = {
             role: [n for n, w in self.cluster.fleet.workers.items() if w.record.roles == (role,) and w.record.state == "ready"]
             for role in ROLES
@@ -182,9 +181,9 @@ class Arm:
     def hpa(self) -> Coroutine[Any, Any, None]:
         """Kubernetes' rule: ceil(size * load / target), unchanged within a tenth, down to the highest wish of the last while."""
         target = {"prefill": 1.0, "decode": 24.0}
-        wished: list[tuple[float, Serving]] = []
+        wished: list[tuple[float, PoolSizes]] = []
 
-        def wants(now: float) -> Serving:
+        def wants(now: float) -> PoolSizes:
             sizes = {}
             for role in ROLES:
                 serving = [w for w in self.cluster.fleet.workers.values() if w.record.serves(role) and w.record.state == "ready"]
@@ -192,9 +191,9 @@ class Arm:
                 ratio = load / (target[role] * max(1, len(serving)))
                 sizes[role] = len(serving) if abs(ratio - 1) < 0.1 else math.ceil(len(serving) * ratio)
             least, most = (CONFIG.least_prefill, CONFIG.least_decode), CONFIG.budget // 2
-            wished.append((now, Serving(min(most, max(least[0], sizes["prefill"])), min(most, max(least[1], sizes["decode"])))))
+            wished.append((now, PoolSizes(min(most, max(least[0], sizes["prefill"])), min(most, max(least[1], sizes["decode"])))))
             lately = [one for at, one in wished if now - at <= CONFIG.hold_s]
-            return Serving(max(one.prefill for one in lately), max(one.decode for one in lately))
+            return PoolSizes(max(one.prefill for one in lately), max(one.decode for one in lately))
 
         async def resize() -> None:
             began = loop_time()
@@ -229,7 +228,7 @@ def run(name: str, arm: str, offered: Offered, slo: SloConfig, schedule: Schedul
     return virtual_time.run(main())
 
 
-def oracle(name: str, offered: Offered, slo: SloConfig, static: dict[Serving, Result], tries: int) -> Result:
+def oracle(name: str, offered: Offered, slo: SloConfig, static: dict[PoolSizes, Result], tries: int) -> Result:
     """The best of the static splits, of the frontier, and of what differs a little from the best of these, part for part; `tries`: of that
     at most."""
     places = moments([one.at for one in offered.sent], offered.part_s, offered.parts)
@@ -275,10 +274,10 @@ def why(result: Result) -> None:
 
 def compare(name: str, offered: Offered, slo: SloConfig, arms: Sequence[str], tries: int, path: Path | None) -> list[Result]:
     found: list[Result] = []
-    static: dict[Serving, Result] = {}
+    static: dict[PoolSizes, Result] = {}
     for arm in arms:
         if arm.startswith("static"):
-            size = Serving(*map(int, arm.removeprefix("static ").split("+")))
+            size = PoolSizes(*map(int, arm.removeprefix("static ").split("+")))
             found.append(run(name, arm, offered, slo, (size,)))
             static[size] = found[-1]
         else:

@@ -15,7 +15,7 @@ from baton.profile.file import Profile
 from baton.simulate import virtual_time
 from baton.simulate.cluster import SimulatedCluster, Sizes
 from baton.simulate.workers import Times
-from router.slo import Times as Measured
+from router.slo import RequestTimes
 
 CHUNK, SEQS, BLOCK, KV_BLOCKS = 2048, 64, 64, 900  # what 96 GB leave beside the weights
 SHARE, TTFT_TIMES, TPOT_TIMES = 0.9, 2.5, 2.0  # objectives, of an idle cluster
@@ -98,7 +98,7 @@ def _quantile(values: list[float]) -> float:
     return sorted(values)[math.ceil(SHARE * len(values)) - 1]
 
 
-async def _alone(sent: Sequence[Sent]) -> list[Measured]:
+async def _alone(sent: Sequence[Sent]) -> list[RequestTimes]:
     """One after the other, on a worker of each role."""
     cluster = SimulatedCluster(Sizes(1, 1, SEQS, KV_BLOCKS, CHUNK, BLOCK), Times.of(profile()), RouterConfig(), large=True)
     async with cluster.watched():

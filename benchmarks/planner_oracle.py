@@ -9,10 +9,10 @@ that differ a little from one: the caller simulates them, and goes on from what 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.planner.capacity import Sizes
+from baton.planner.capacity import PoolSizes
 
 PRICES = tuple(2 ** (step / 4) for step in range(-16, 33))  # requests that met their objectives, that a worker must be worth in a part
-Schedule = tuple[Sizes, ...]  # of each part
+Schedule = tuple[PoolSizes, ...]  # of each part
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Made:
         return len(self.met)
 
 
-def frontier(splits: Mapping[Sizes, Made], offered: int, enough: float) -> list[Schedule]:
+def frontier(splits: Mapping[PoolSizes, Made], offered: int, enough: float) -> list[Schedule]:
     """Of those that should meet the objectives for at least `enough` of the requests: the one with the most for a worker's time first."""
     parts = next(iter(splits.values())).parts
     found: dict[Schedule, tuple[float, float]] = {}
@@ -43,15 +43,15 @@ def neighbours(schedule: Schedule, part: int, most: int) -> Iterator[Schedule]:
     """With one worker less or more in one part."""
     size = schedule[part]
     for prefill, decode in ((-1, 0), (0, -1), (1, 0), (0, 1)):
-        other = Sizes(size.prefill + prefill, size.decode + decode)
+        other = PoolSizes(size.prefill + prefill, size.decode + decode)
         if min(other.prefill, other.decode) >= 1 and other.total <= most:
             yield (*schedule[:part], other, *schedule[part + 1 :])
 
 
-def wanted(schedule: Schedule, part_s: float, now: float, ahead_s: float, most: int) -> Sizes:
+def wanted(schedule: Schedule, part_s: float, now: float, ahead_s: float, most: int) -> PoolSizes:
     """Sizes to ask for: those of now, and whoever is needed more in a start's time starts. Who only changes the role changes it then."""
 
-    def at(moment: float) -> Sizes:
+    def at(moment: float) -> PoolSizes:
         return schedule[min(int(max(0.0, moment) // part_s), len(schedule) - 1)]
 
     sizes, then = at(now), at(now + ahead_s)
@@ -59,7 +59,7 @@ def wanted(schedule: Schedule, part_s: float, now: float, ahead_s: float, most: 
     if more <= 0:
         return sizes
     prefill = min(more, max(0, then.prefill - sizes.prefill))
-    return Sizes(sizes.prefill + prefill, sizes.decode + more - prefill)
+    return PoolSizes(sizes.prefill + prefill, sizes.decode + more - prefill)
 
 
 def moments(arrivals: Sequence[float], part_s: float, parts: int) -> list[int]:

@@ -30,7 +30,7 @@ from baton.cluster import config_layers
 from baton.models.make_small import make
 from baton.predict.measure import QUICK, Amount, measure, profile_of
 from baton.predict.predict import FIGURES, Prediction, predict
-from baton.predict.setting import Setting, setting_of
+from baton.predict.setting import ClusterSetting, setting_of
 from baton.profile.file import Profile
 from loadtest.cluster import RunningCluster
 from loadtest.plan import Workload
@@ -105,7 +105,7 @@ def settings_of(model: Path, case: Case) -> dict[str, str]:
     return {**same, "prefill.replicas": str(prefill), "decode.replicas": str(decode), **case.settings}
 
 
-def setting(model: Path, case: Case, profile: Profile) -> Setting:
+def setting(model: Path, case: Case, profile: Profile) -> ClusterSetting:
     return setting_of(config_layers.load(env={}, flags=settings_of(model, case)).config, profile, CORES)
 
 

@@ -35,7 +35,7 @@ from s3_server import bucket
 
 from baton.tiers.disk_files import Rates, measure
 from baton.tiers.disk_store import DiskStore
-from baton.tiers.kind import Kind
+from baton.tiers.kind import UnitKind
 from baton.tiers.memory_store import MemoryStore
 from baton.tiers.object_store import ObjectStore
 from baton.tiers.sealed_store import SEAL_BYTES, SealedStore, seal_name
@@ -47,12 +47,12 @@ BATCH, PIECE = 16, 8
 REOPENED = 100_000  # units
 SMALL = 512  # bytes of each
 SECRET = bytes(32)
-KIND = Kind(bytes(16), 0)
+KIND = UnitKind(bytes(16), 0)
 WAYS = {"direct": Rates(1.0, 0.0), "buffered": Rates(0.0, 1.0)}
 CHILD = f"""
 import sys; from pathlib import Path; from xxhash import xxh3_128_digest
-from baton.tiers.disk_store import DiskStore; from baton.tiers.kind import Kind; from baton.tiers.store import Unit
-store = DiskStore(Path(sys.argv[1]), Kind(bytes(16), {SMALL}), {REOPENED})
+from baton.tiers.disk_store import DiskStore; from baton.tiers.kind import UnitKind; from baton.tiers.store import Unit
+store = DiskStore(Path(sys.argv[1]), UnitKind(bytes(16), {SMALL}), {REOPENED})
 for start in range(0, {REOPENED}, {BATCH}):
     data = [n.to_bytes(16, "little") * ({SMALL} // 16) for n in range(start, min(start + {BATCH}, {REOPENED}))]
     store.put([Unit(each[:16], xxh3_128_digest(each), memoryview(each)) for each in data])

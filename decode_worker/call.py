@@ -20,7 +20,7 @@ from enum import Enum
 
 from baton.cluster.errors import BatonError
 from baton.cluster.handoff import Handoff
-from baton.cluster.telemetry import NO_SPAN, Span
+from baton.cluster.telemetry import NO_SPAN, TraceSpan
 from baton.engine.core.beams import Hypothesis
 from baton.engine.core.sampling import Sampled, Scored
 from baton.engine.core.sequence import Finish, Sequence
@@ -99,7 +99,7 @@ Event = PromptScores | Adopted | Made | Searched | Hypothesis | Finished | Baton
 Emit = Callable[[Event], None]
 
 
-class Ahead:
+class CallAhead:
     """The call that others begin with, as they see it: they go on from the prompt that it has computed or read."""
 
     def __init__(self, expected: int = 0) -> None:
@@ -116,14 +116,14 @@ class Ahead:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class DecodeCall:
     seq: Sequence
     request_id: str
     handle: KvHandle | None
     emit: Emit
     first: "asyncio.Future[int] | None" = None  # of a live call: resolves to the first token
-    span: Span = NO_SPAN
-    ahead: Ahead = field(default_factory=Ahead)  # for the calls that begin with this one
+    span: TraceSpan = NO_SPAN
+    ahead: CallAhead = field(default_factory=CallAhead)  # for the calls that begin with this one
     forked: bool = False  # it begins with another
     told: bool = False  # how much of its prompt was cached
     state: CallState = CallState.ARRIVED

@@ -8,7 +8,7 @@ from baton.cluster.errors import BatonError
 from baton.engine.core.beams import Hypothesis
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from baton.worker.identity import Identity
+from baton.worker.identity import WorkerIdentity
 from baton.worker.session import Emit, Form, Serve, SessionDoor
 from baton.worker.wire import (
     to_call_error,
@@ -20,22 +20,22 @@ from baton.worker.wire import (
     to_token,
     unpack_handle,
 )
-from decode_worker.call import Adopted, Ahead, Event, Finished, Made, PromptScores, Searched
+from decode_worker.call import Adopted, CallAhead, Event, Finished, Made, PromptScores, Searched
 from decode_worker.worker import DecodeWorker
 
 
 class DecodeDoor(SessionDoor, worker_pb2_grpc.DecodeServicer):
-    def __init__(self, worker: DecodeWorker, identity: Identity) -> None:
+    def __init__(self, worker: DecodeWorker, identity: WorkerIdentity) -> None:
         self._worker = worker
         self._identity = identity
         self.form = Form(self._begin, to_message, pb.DecodeEvents)
 
     def _begin(self, call_id: int, start: pb.DecodeStart) -> list[tuple[int, Serve]]:
-        ahead = Ahead(len(start.forks))
+        ahead = CallAhead(len(start.forks))
         forks = [(fork.call_id, partial(self._follow, start, fork, ahead)) for fork in start.forks]
         return [(call_id, partial(self._serve, start, ahead)), *forks]
 
-    async def _serve(self, start: pb.DecodeStart, ahead: Ahead, emit: Emit, first: "asyncio.Future[int]") -> None:
+    async def _serve(self, start: pb.DecodeStart, ahead: CallAhead, emit: Emit, first: "asyncio.Future[int]") -> None:
         timeout_s, job = start.timeout_ms / 1000, start.job
         ahead.begun = True
         try:
@@ -53,7 +53,7 @@ class DecodeDoor(SessionDoor, worker_pb2_grpc.DecodeServicer):
         finally:
             ahead.settle()
 
-    async def _follow(self, start: pb.DecodeStart, fork: pb.DecodeFork, ahead: Ahead, emit: Emit, _: "asyncio.Future[int]") -> None:
+    async def _follow(self, start: pb.DecodeStart, fork: pb.DecodeFork, ahead: CallAhead, emit: Emit, _: "asyncio.Future[int]") -> None:
         timeout_s, job = start.timeout_ms / 1000, start.job
         if not ahead.begun:
             ahead.settle()
@@ -63,7 +63,7 @@ class DecodeDoor(SessionDoor, worker_pb2_grpc.DecodeServicer):
 
 
 def _without_search(emit: Emit) -> Emit:
-    """For a router that does not ask how far a search has come."""
+    """Serves a router that does not ask how far a search has come."""
     return lambda event: None if isinstance(event, Searched) else emit(event)
 
 

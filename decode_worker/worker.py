@@ -20,13 +20,13 @@ from baton.cluster.failpoint import failpoint
 from baton.cluster.handoff import Handoff
 from baton.cluster.metrics import Book
 from baton.cluster.rpc import told
-from baton.cluster.telemetry import Span, Tracer
+from baton.cluster.telemetry import Tracer, TraceSpan
 from baton.engine.core.contract import ServingEngine
-from baton.engine.core.engine import Output, Refused, Unfetchable
+from baton.engine.core.engine import Output, SequenceRefused, Unfetchable
 from baton.engine.core.sequence import Sequence
 from baton.worker.kv_port import KvPort
 from baton.worker.refusal import failure, refusal
-from decode_worker.call import Adopted, Ahead, Call, CallState, Emit, Finished, Made, PromptScores, Searched
+from decode_worker.call import Adopted, CallAhead, CallState, DecodeCall, Emit, Finished, Made, PromptScores, Searched
 from decode_worker.meter import HandoffMeter
 from kvtransfer.handle import KvHandle
 from kvtransfer.importer import Fetch
@@ -46,7 +46,7 @@ class DecodeWorker:
         self._meter = HandoffMeter(book)
         self._tracer = tracer
         self._on_failure = on_failure
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, DecodeCall] = {}
         self._room = asyncio.Lock()  # one call waits for room and the others queue behind it: no newcomer overtakes
         self.admit: Callable[[], None] = lambda: None
 
@@ -63,14 +63,14 @@ class DecodeWorker:
         first: "asyncio.Future[int] | None" = None,
         traceparent: str = "",
         tracestate: str = "",
-    ) -> Call:
+    ) -> DecodeCall:
         """A call, to be served. Events go to `emit`; the last is Finished or a BatonError. A call that is cancelled ends without either.
 
         `first` belongs to a live call, whose `seq` has only the prompt. It resolves to the token that the prefill worker samples.
         """
-        return Call(seq, request_id, handle, emit, first, span=self._tracer.follow(semconv.DECODE_WORK, traceparent, tracestate))
+        return DecodeCall(seq, request_id, handle, emit, first, span=self._tracer.follow(semconv.DECODE_WORK, traceparent, tracestate))
 
-    async def serve(self, call: Call, timeout_s: float) -> None:
+    async def serve(self, call: DecodeCall, timeout_s: float) -> None:
         """Serves one call, and gives the engine those that begin with it."""
 
         async def place() -> None:
@@ -82,7 +82,7 @@ class DecodeWorker:
 
         await self._last(call, timeout_s, place)
 
-    async def follow(self, call: Call, ahead: Ahead, timeout_s: float) -> None:
+    async def follow(self, call: DecodeCall, ahead: CallAhead, timeout_s: float) -> None:
         """Serves a call that begins with another one. If that one leaves before, the engine computes the prompt for this one."""
 
         async def place() -> None:
@@ -100,14 +100,14 @@ class DecodeWorker:
         ahead.forks.append(call.seq)
         await self._last(call, timeout_s, place)
 
-    async def _last(self, call: Call, timeout_s: float, place: Callable[[], Awaitable[None]]) -> None:
+    async def _last(self, call: DecodeCall, timeout_s: float, place: Callable[[], Awaitable[None]]) -> None:
         """Places the call, and returns when it is over."""
         self._calls[call.seq.id] = call
         try:
             async with asyncio.timeout(timeout_s):
                 await place()
                 await call.over.wait()
-        except Refused as error:
+        except SequenceRefused as error:
             self._fail(call, refusal(error))
         except Exception as error:
             self._fail(call, told(error))
@@ -159,7 +159,7 @@ class DecodeWorker:
                 call.span.set({semconv.PREEMPTIONS: seq.preemptions})
                 call.span.end()
 
-    async def _place(self, call: Call) -> None:
+    async def _place(self, call: DecodeCall) -> None:
         """Adds the sequence to the engine, with its KV if that can be fetched."""
         if call.handle is None:
             call.move("add")
@@ -178,7 +178,7 @@ class DecodeWorker:
                 raise
             await self._recompute(call, error)
 
-    async def _adopt(self, call: Call, fetch: Fetch, handle: KvHandle, span: Span) -> None:
+    async def _adopt(self, call: DecodeCall, fetch: Fetch, handle: KvHandle, span: TraceSpan) -> None:
         seq = call.seq
         searches = seq.params.beams is not None  # with logits of its own for the last token of the prompt
         whole = len(seq.tokens) - (call.first is None and not searches)  # all but the first token
@@ -204,7 +204,7 @@ class DecodeWorker:
         await self.engine.adopt(seq, handle.end - searches, None if searches else first, call.ahead.forks)
         failpoint("kv.adopted")
 
-    async def _recompute(self, call: Call, error: BatonError) -> None:
+    async def _recompute(self, call: DecodeCall, error: BatonError) -> None:
         """The KV cannot be fetched: prefill here. A live call waits for its first token, which only the prefill worker may sample."""
         call.move("recompute")
         call.handoff = Handoff(failure=error.reason.name)
@@ -217,22 +217,22 @@ class DecodeWorker:
         await self.engine.give_up(seq, call.filling, first, call.ahead.forks)  # into the call: we may be cancelled while the command runs
         await self._settle(call)
 
-    def _adopted(self, call: Call) -> None:
+    def _adopted(self, call: DecodeCall) -> None:
         """Tells the call that its KV was read, and those that begin with it, for which nothing was."""
         call.emit(Adopted(call.handoff))
         for seq in call.ahead.forks:
             self._calls[seq.id].emit(Adopted(Handoff()))
 
-    def _fail(self, call: Call, error: BatonError) -> None:
+    def _fail(self, call: DecodeCall, error: BatonError) -> None:
         call.ahead.settle(error)
         call.fail(error)
 
-    async def _withdraw(self, call: Call) -> None:
+    async def _withdraw(self, call: DecodeCall) -> None:
         """The call ends early: removes everything that it holds."""
         fetch, call.fetch = call.fetch, None
         await self.port.withdraw(call.seq.id, fetch, call.filling)
 
-    async def _settle(self, call: Call) -> None:
+    async def _settle(self, call: DecodeCall) -> None:
         """Frees the blocks that a fetch was to fill, once no byte can land in them."""
         fetch, call.fetch = call.fetch, None
         await self.port.withdraw(None, fetch, call.filling)

@@ -25,7 +25,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TransportChoice:
     way: str = ""  # empty: none can be used
     rate: float = 0.0
     passed_over: Mapping[str, str] = field(default_factory=dict)  # the better ones, and those that cannot be used, with the reason
@@ -39,16 +39,16 @@ def next_way(offered: Collection[str], probes: Sequence[Probe]) -> str | None:
     return next((way for way in WAYS if way in offered and way not in tried), None)
 
 
-def choose(probes: Sequence[Probe], lacking: Mapping[str, str]) -> Choice:
+def choose(probes: Sequence[Probe], lacking: Mapping[str, str]) -> TransportChoice:
     """`lacking`: ways that one of the sides does not offer, and why."""
     passed = dict(lacking) | {probe.way: probe.why for probe in probes if probe.why}
     good = sorted((probe for probe in probes if not probe.why), key=lambda probe: WAYS.index(probe.way))
     for i, probe in enumerate(good):
         faster = max(good[i + 1 :], key=lambda other: other.rate, default=probe)
         if faster.rate <= MUCH_FASTER * probe.rate:
-            return Choice(probe.way, probe.rate, passed)
+            return TransportChoice(probe.way, probe.rate, passed)
         passed[probe.way] = f"{in_words(probe.rate)}, where {faster.way} reaches {in_words(faster.rate)}"
-    return Choice(passed_over=passed)
+    return TransportChoice(passed_over=passed)
 
 
 def in_words(rate: float) -> str:

@@ -32,7 +32,7 @@ SHARED = Path("/dev/shm")
 PREFIX = "baton-kv-"
 
 
-class DeviceMemory(Registered, Protocol):
+class SharedDeviceMemory(Registered, Protocol):
     """A pool on a device: `baton.engine.gpu.pool.DevicePool`."""
 
     def share(self) -> bytes:
@@ -124,7 +124,7 @@ class CudaIpcTransport:
 
     name = "cuda_ipc"
 
-    def __init__(self, pool: DeviceMemory) -> None:
+    def __init__(self, pool: SharedDeviceMemory) -> None:
         self._pool = pool
         self._lock = threading.Lock()
         self._links: dict[str, _Link] = {}

@@ -20,7 +20,7 @@ import numpy as np
 from baton.cluster.errors import BatonError
 from baton.engine.core.kvcache import PROBE_PIECES, KvLayout, KvPool, Pool
 from kvtransfer.choose import WAYS, Probe, choose, in_words, next_way
-from kvtransfer.cuda_ipc_transport import DeviceMemory
+from kvtransfer.cuda_ipc_transport import SharedDeviceMemory
 from kvtransfer.transport import ReadPending, Route, Transport, check_blocks, seal, transfer_failed, unseal
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ MAGIC = b"baton-device/1\0\0"
 assert len(WAYS) < PROBE_PIECES
 
 
-class DevicePool(Pool, DeviceMemory, Protocol):
+class DeviceKvPool(Pool, SharedDeviceMemory, Protocol):
     """`baton.engine.gpu.pool.DevicePool`."""
 
     layout: KvLayout
@@ -76,7 +76,7 @@ class DeviceTransport:
     """`ways`: the transports that this process could open, by the names of `kvtransfer.choose.WAYS`; they are closed with this one.
     `lacking`: why it could not open others that are wanted. `name`: of the configuration."""
 
-    def __init__(self, name: str, pool: DevicePool, ways: Mapping[str, Transport], lacking: Mapping[str, str] | None = None) -> None:
+    def __init__(self, name: str, pool: DeviceKvPool, ways: Mapping[str, Transport], lacking: Mapping[str, str] | None = None) -> None:
         self.name = name
         self._pool = pool
         self._ways = dict(ways)

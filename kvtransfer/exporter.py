@@ -47,7 +47,8 @@ class Export:
             self._digesting = asyncio.create_task(self._digest())
 
     def finish(self, block_ids: Sequence[int]) -> bool:
-        """Like `publish`, and marks the range complete. Does not wait for the digests: the reader needs them, the first token does not.
+        """Publishes blocks as `publish` does and marks the range complete. Does not wait for the digests: the reader needs them, the first
+        token does not.
 
         Returns False and does nothing if the lease has ended.
         """

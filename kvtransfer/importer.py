@@ -108,7 +108,7 @@ class Importer:
         return sum(self._quarantine.values())
 
     def probed(self) -> dict[str, float]:
-        """By what carries KV now, the lowest of the rates that probes measured at connect, bytes/s."""
+        """The lowest rate, in bytes/s, that probes measured at connect, by what carries KV now."""
         names = [peer_name(*identity) for identity, task in self._handshakes.items() if task.done()]
         rates: dict[str, float] = {}
         for route in filter(None, map(self.transport.route, names)):

@@ -26,7 +26,7 @@ POOL = struct.Struct("<QQQ4sI")
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class NixlAddress:
     """Sealed: where the peer's pool is, the metadata."""
 
     region: Region
@@ -38,7 +38,7 @@ class Address:
         return seal(MAGIC, POOL.pack(place.address, place.blocks, self.block_bytes, place.kind.encode(), place.device) + self.metadata)
 
     @classmethod
-    def parse(cls, data: bytes) -> "Address":
+    def parse(cls, data: bytes) -> "NixlAddress":
         """Raises BatonError(TRANSFER_FAILED) for data that `pack` did not make: UCX trusts its input, and bad input may crash it."""
         rest = unseal(MAGIC, data, POOL.size, "NIXL")
         address, blocks, block_bytes, kind, device = POOL.unpack_from(rest)
@@ -76,7 +76,7 @@ OPEN = frozenset({LinkState.COPIED, LinkState.SENT})
 @dataclass(slots=True, eq=False)
 class Link:
     peer: str
-    address: Address
+    address: NixlAddress
     state: LinkState = LinkState.OPENING
     why: str = ""  # the first reason why no read can succeed any more
     agent: str = ""  # its name, once NIXL knows it

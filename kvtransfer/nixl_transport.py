@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from baton.engine.core.kvcache import Region
-from kvtransfer.nixl_link import Address, Link, LinkState, Read, ReadState
+from kvtransfer.nixl_link import Link, LinkState, NixlAddress, Read, ReadState
 from kvtransfer.transport import ReadPending, Registered, Route, check_blocks, transfer_failed
 from kvtransfer.ucx import ON_DEVICES, ONE_SIDED, Ucx, devices_of, is_one_sided, uses_rdma
 from kvtransfer.ucx import environment as ucx_environment
@@ -103,7 +103,7 @@ class NixlTransport:
         self._probe = np.zeros(0 if region.spare else PROBE_BYTES, dtype=np.uint8)
         self._register()
         self._blocks = self._descriptors("NIXL_INIT_AGENT", region)
-        self._address = Address(region, self._block_bytes, self._agent.get_agent_metadata()).pack()
+        self._address = NixlAddress(region, self._block_bytes, self._agent.get_agent_metadata()).pack()
         self._stop = threading.Event()
         self._stirred = threading.Event()
         self._busy_until = 0.0
@@ -122,7 +122,7 @@ class NixlTransport:
 
     def connect(self, peer: str, address: bytes) -> None:
         self._stir()
-        target = Address.parse(address)
+        target = NixlAddress.parse(address)
         if target.block_bytes != self._block_bytes:
             raise transfer_failed(f"blocks have {target.block_bytes} bytes at {peer}, {self._block_bytes} here")
         if target.region.kind != self._region.kind:

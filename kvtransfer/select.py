@@ -11,7 +11,7 @@ from baton.cluster.errors import BatonError
 from baton.engine.core.kvcache import KvPool, Pool
 from kvtransfer.auto_transport import AutoTransport
 from kvtransfer.cuda_ipc_transport import CudaIpcTransport
-from kvtransfer.device_transport import DevicePool, DeviceTransport
+from kvtransfer.device_transport import DeviceKvPool, DeviceTransport
 from kvtransfer.tcp_transport import TcpTransport
 from kvtransfer.tcp_wire import Tls
 from kvtransfer.transport import Registered, Transport, transfer_failed
@@ -51,7 +51,7 @@ def make_transport(
     sockets = partial(TcpTransport, host=host, cluster_key=key, port=tcp.port, advertise=advertise, tls=tcp.tls)
     settings = _Nixl(peer, advertise or host, ucx, tcp.tls is not None)
     if not isinstance(pool, KvPool):
-        return _between_devices(kind, cast(DevicePool, pool), sockets, settings)
+        return _between_devices(kind, cast(DeviceKvPool, pool), sockets, settings)
     if kind == "tcp":
         return sockets(pool)
     try:
@@ -81,7 +81,7 @@ class _Nixl:
         return NixlTransport(name or self.name, pool, self.host, ucx=self.ucx, in_memory_only=self.in_memory_only)
 
 
-def _between_devices(kind: str, pool: DevicePool, sockets: Callable[[KvPool], Transport], nixl: _Nixl) -> Transport:
+def _between_devices(kind: str, pool: DeviceKvPool, sockets: Callable[[KvPool], Transport], nixl: _Nixl) -> Transport:
     opened: dict[str, Transport] = {}
     lacking: dict[str, str] = {}
     make: dict[str, Callable[[], Transport]] = {

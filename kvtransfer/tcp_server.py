@@ -31,7 +31,7 @@ WATCH_S = 0.2  # how often the watching thread checks whether it should stop
 IDLE_S = 120.0  # readers drop connections that are idle for `wire.IDLE_LIMIT`, so one that is idle for this long has lost its reader
 
 
-class Server:
+class TcpServer:
     def __init__(self, pool: KvPool, host: str, port: int, key: bytes, tls: wire.Tls | None = None) -> None:
         self.instance = os.urandom(wire.INSTANCE_BYTES)
         self._pool = pool

@@ -18,7 +18,7 @@ import numpy as np
 from baton.cluster.errors import BatonError
 from baton.engine.core.kvcache import KvPool
 from kvtransfer import tcp_wire as wire
-from kvtransfer.tcp_server import Server
+from kvtransfer.tcp_server import TcpServer
 from kvtransfer.transport import Route, check_blocks, transfer_failed
 
 CONNECTIONS_PER_PEER = 4  # concurrent reads from one peer; further ones wait their turn
@@ -42,9 +42,9 @@ class TcpTransport:
         self._pool = pool
         self._key = cluster_key
         self._tls = tls
-        self._server = Server(pool, host, port, cluster_key, tls)
+        self._server = TcpServer(pool, host, port, cluster_key, tls)
         layout = pool.layout
-        self._address = wire.Address(self._server.instance, pool.num_blocks, layout.block_bytes, advertise or host, self._server.port)
+        self._address = wire.TcpAddress(self._server.instance, pool.num_blocks, layout.block_bytes, advertise or host, self._server.port)
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
         self._closed = False
@@ -57,7 +57,7 @@ class TcpTransport:
         return f"{kind}; serves on {self._address.host} port {self._address.port}"
 
     def connect(self, peer: str, address: bytes) -> None:
-        target = wire.Address.parse(address)
+        target = wire.TcpAddress.parse(address)
         if target.block_bytes != self._pool.layout.block_bytes:
             raise transfer_failed(f"blocks have {target.block_bytes} bytes at {peer}, {self._pool.layout.block_bytes} here")
         stale = fresh = None
@@ -120,7 +120,7 @@ class TcpTransport:
 class _Peer:
     """The connections to one peer."""
 
-    def __init__(self, name: str, target: wire.Address, key: bytes, tls: wire.Tls | None) -> None:
+    def __init__(self, name: str, target: wire.TcpAddress, key: bytes, tls: wire.Tls | None) -> None:
         self.target = target
         self._tls = tls
         self._name = name

@@ -55,7 +55,7 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class TcpAddress:
     instance: bytes
     num_blocks: int
     block_bytes: int
@@ -66,7 +66,7 @@ class Address:
         return ADDRESS.pack(MAGIC, self.instance, self.num_blocks, self.block_bytes, self.port) + self.host.encode()
 
     @classmethod
-    def parse(cls, data: bytes) -> "Address":
+    def parse(cls, data: bytes) -> "TcpAddress":
         """Raises BatonError(TRANSFER_FAILED) for data that `pack` did not make."""
         try:
             magic, instance, num_blocks, block_bytes, port = ADDRESS.unpack_from(data)
@@ -78,7 +78,7 @@ class Address:
         return cls(instance, num_blocks, block_bytes, host, port)
 
 
-def open_connection(target: Address, key: bytes, deadline: float, tls: Tls | None = None) -> socket.socket:
+def open_connection(target: TcpAddress, key: bytes, deadline: float, tls: Tls | None = None) -> socket.socket:
     """Opens a connection on which both sides have proved the key. Raises OSError (ssl.SSLError for a certificate that is refused);
     ConnectionRefusedError if the server has another key, is not the process that gave the address, or already serves as many readers as it
     can."""

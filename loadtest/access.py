@@ -34,7 +34,7 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class DoorAccess:
     protocol: Protocol = "grpc"
     api_key: str | None = None
     tls: Tls | None = None

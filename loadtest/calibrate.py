@@ -11,10 +11,10 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from loadtest.access import Access
+from loadtest.access import DoorAccess
 from loadtest.drive import Door
 from loadtest.measure import warm_up
-from loadtest.plan import Comparison, Note, Workload
+from loadtest.plan import ComparePlan, Note, Workload
 from loadtest.slo import Slo, rounded_up
 from loadtest.workload import Item
 
@@ -55,7 +55,7 @@ class Seen:
         return {"arm": self.arm, "ttft_ms": round(1000 * self.ttft_s, 2), "tpot_ms": tpot, "capacity": round(self.capacity, 3)}
 
 
-async def calibrate(comparison: Comparison, workload: Workload, access: Access, timeout_s: float, note: Note) -> Seen:
+async def calibrate(comparison: ComparePlan, workload: Workload, access: DoorAccess, timeout_s: float, note: Note) -> Seen:
     """Raises ClusterError, ConnectionError, WorkloadError and ValueError."""
     arm = comparison.make_arms()[0]
     items, _ = workload.items(MANY, SEED, note)

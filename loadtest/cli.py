@@ -17,19 +17,19 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from baton.access.access import find, forwarded, identify
-from baton.access.options import Identity, Place
+from baton.access.options import ClientIdentity, ClusterOptions
 from baton.cluster.errors import BatonError
 from baton.launch import state
 from baton.launch.pods import parse_release
-from loadtest.options import Arms, Entrance, Load, Measured, Target, takes
+from loadtest.options import Arms, Entrance, LoadOptions, MeasureOptions, Target, takes
 
 if TYPE_CHECKING:  # numpy and matplotlib are loaded by the commands that need them, not by every `baton status`
-    from loadtest.access import Access
+    from loadtest.access import DoorAccess
     from loadtest.arms import Ratio
     from loadtest.campaign import Campaign
     from loadtest.drive import Live
     from loadtest.hardware import Hardware
-    from loadtest.plan import Comparison, Plan
+    from loadtest.plan import ComparePlan, Plan
     from loadtest.release import Release
     from loadtest.slo import Slo
 
@@ -45,8 +45,10 @@ RUN_S, SEEDS = 20.0, "1,2,3,4,5,6"  # where nothing is given; `compare` fits bot
 
 
 @app.command()
-@takes(Target, Measured, Entrance, Place, Identity, Load)
-def run(target: Target, measured: Measured, entrance: Entrance, place: Place, identity: Identity, load: Load) -> None:
+@takes(Target, MeasureOptions, Entrance, ClusterOptions, ClientIdentity, LoadOptions)
+def run(
+    target: Target, measured: MeasureOptions, entrance: Entrance, place: ClusterOptions, identity: ClientIdentity, load: LoadOptions
+) -> None:
     """Measure one endpoint at one rate."""
     with failing():
         from loadtest.measure import measure_endpoint
@@ -57,8 +59,8 @@ def run(target: Target, measured: Measured, entrance: Entrance, place: Place, id
 
 
 @app.command()
-@takes(Arms, Measured, Entrance, Identity, Load)
-def compare(arms: Arms, measured: Measured, entrance: Entrance, identity: Identity, load: Load) -> None:
+@takes(Arms, MeasureOptions, Entrance, ClientIdentity, LoadOptions)
+def compare(arms: Arms, measured: MeasureOptions, entrance: Entrance, identity: ClientIdentity, load: LoadOptions) -> None:
     """Is it worth separating prefill and decode? Every arm gets the same hardware and the same requests."""
     with failing():
         own = identify(identity)
@@ -143,7 +145,7 @@ def report_on(campaign: "Campaign", folder: Path) -> None:
         raise typer.Exit(NO_VERDICT)
 
 
-async def _calibrated(plan: "Plan", comparison: "Comparison") -> tuple["Plan", "Comparison"]:
+async def _calibrated(plan: "Plan", comparison: "ComparePlan") -> tuple["Plan", "ComparePlan"]:
     """Adds the objectives and the rates that nobody gave. Raises as `calibrate` does."""
     from loadtest.calibrate import calibrate
     from loadtest.plan import TRACE
@@ -165,9 +167,9 @@ async def _calibrated(plan: "Plan", comparison: "Comparison") -> tuple["Plan", "
     return plan, replace(comparison, rates=rates, within_s=within_s, start_s=seen.start_s, proposed=told)
 
 
-def plan_of(slo_text: str, measured: Measured, access: "Access | None", load: Load) -> "Plan":
+def plan_of(slo_text: str, measured: MeasureOptions, access: "DoorAccess | None", load: LoadOptions) -> "Plan":
     """`access`: None where no endpoint is asked. Raises ValueError."""
-    from loadtest.access import Access
+    from loadtest.access import DoorAccess
     from loadtest.plan import Plan, Workload
     from loadtest.slo import Slo
 
@@ -197,24 +199,24 @@ def plan_of(slo_text: str, measured: Measured, access: "Access | None", load: Lo
         warm_up_s=measured.warm_up,
         cool_down_s=measured.cool_down,
         timeout_s=measured.timeout,
-        access=access or Access(),
+        access=access or DoorAccess(),
         show=_show,
         note=lambda line: err.print(line, markup=False, soft_wrap=True),
     )
 
 
-def _access(entrance: Entrance, identity: Identity) -> "Access":
-    from loadtest.access import Access, Tls
+def _access(entrance: Entrance, identity: ClientIdentity) -> "DoorAccess":
+    from loadtest.access import DoorAccess, Tls
 
     tls = Tls(identity.ca, identity.cert, identity.key, identity.server_name) if identity.tls else None
-    return Access(entrance.door, identity.api_key, tls)
+    return DoorAccess(entrance.door, identity.api_key, tls)
 
 
-def _comparison(arms: Arms, chosen: frozenset[str], release: "Release | None" = None) -> "Comparison":
+def _comparison(arms: Arms, chosen: frozenset[str], release: "Release | None" = None) -> "ComparePlan":
     """`chosen`: what nobody gave. All is checked before the model is made, which takes a while. Raises ValueError and ClusterError."""
-    from loadtest.plan import Comparison
+    from loadtest.plan import ComparePlan
 
-    comparison = Comparison(
+    comparison = ComparePlan(
         model=arms.model or MODEL,
         arms=tuple(arms.arms.split(",")),
         hardware=_hardware(arms) if release is None else release.pods,
@@ -235,7 +237,7 @@ def _comparison(arms: Arms, chosen: frozenset[str], release: "Release | None" = 
     return comparison if release is not None else replace(comparison, model=_model(arms.model or MODEL))
 
 
-def _release(arms: Arms, entrance: Entrance, identity: Identity, plan: "Plan") -> "Release | None":
+def _release(arms: Arms, entrance: Entrance, identity: ClientIdentity, plan: "Plan") -> "Release | None":
     """None unless one is named. Raises ValueError for flags that say what a release decides itself."""
     name = parse_release(arms.kubernetes or "")
     if arms.kubernetes is None:

@@ -83,7 +83,7 @@ class Cores:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpus:
+class WorkerGpus:
     """Each worker computes on `parallel` GPUs of its own; the launcher chooses which. `names`: of those that there are."""
 
     count: int
@@ -122,10 +122,10 @@ class Gpus:
             raise ClusterError(f"arm {arm} uses {used:g} GPUs, not all of {self.count}")
 
 
-def find_gpus(count: int, parallel: int, env: Mapping[str, str] = os.environ, nvml: Any = None) -> Gpus:
-    """Raises ValueError as `Gpus` does and for a CUDA_VISIBLE_DEVICES that names what is not there, and ClusterError if there are too few
-    or they are unlike: an arm would be faster by the GPU that it got."""
-    wanted = Gpus(count, parallel, ())
+def find_gpus(count: int, parallel: int, env: Mapping[str, str] = os.environ, nvml: Any = None) -> WorkerGpus:
+    """Raises ValueError as `WorkerGpus` does and for a CUDA_VISIBLE_DEVICES that names what is not there, and ClusterError if there are too
+    few or they are unlike: an arm would be faster by the GPU that it got."""
+    wanted = WorkerGpus(count, parallel, ())
     host = find(nvml)
     there = visible(host, env)
     if len(there) < count:
@@ -133,7 +133,7 @@ def find_gpus(count: int, parallel: int, env: Mapping[str, str] = os.environ, nv
         raise ClusterError(f"gpus: {count} are asked for, and {len(there)} can be used here{why}")
     if len(kinds := sorted({device.kind for device in there})) > 1:
         raise ClusterError(f"gpus: {' and '.join(kinds)} are unlike: have CUDA_VISIBLE_DEVICES name those of one kind")
-    return Gpus(wanted.count, wanted.parallel, tuple(f"{device}" for device in there))
+    return WorkerGpus(wanted.count, wanted.parallel, tuple(f"{device}" for device in there))
 
 
 def with_ranks(vllm: str, parallel: int, engines: Sequence[str]) -> str:

@@ -10,13 +10,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from loadtest.access import Access
+from loadtest.access import DoorAccess
 from loadtest.campaign import Arm, Campaign, Probe, this_machine
 from loadtest.compare import HIGHER, abba, judge_arm, pilot_arm
 from loadtest.drive import NO_SERVER, Live, drive
 from loadtest.hardware import ClusterError
 from loadtest.lengths import DRAIN_S, FEWEST_SEEDS, PILOT, Lengths, choose, share
-from loadtest.plan import CHUNK, FIRST_ID, Comparison, Plan, Workload
+from loadtest.plan import CHUNK, FIRST_ID, ComparePlan, Plan, Workload
 from loadtest.priority import raised
 from loadtest.summary import Summary, summarise
 
@@ -39,7 +39,7 @@ async def measure_endpoint(plan: Plan, address: str, rate: float) -> Campaign:
     return runs.campaign(f"{address} at {rate:g} requests/s", (Arm("endpoint", {}, address),), {}, machine)
 
 
-async def compare_arms(plan: Plan, comparison: Comparison) -> Campaign:
+async def compare_arms(plan: Plan, comparison: ComparePlan) -> Campaign:
     """Every arm at every rate, in the order of `loadtest.compare`. Raises WorkloadError and ValueError, and before the first run also
     ClusterError and ConnectionError. After the first run, a cluster that fails ends the campaign early: what was measured is kept, and the
     campaign says why it ended."""
@@ -66,7 +66,9 @@ async def compare_arms(plan: Plan, comparison: Comparison) -> Campaign:
     return runs.campaign(title, tuple(arms.values()), config, machine)
 
 
-async def _compare_variant(runs: "_Runs", comparison: Comparison, load: Workload, variant: str, all_arms: dict[str, Arm]) -> dict[str, Any]:
+async def _compare_variant(
+    runs: "_Runs", comparison: ComparePlan, load: Workload, variant: str, all_arms: dict[str, Arm]
+) -> dict[str, Any]:
     """Adds to `all_arms`. Returns the configuration that the arms share."""
     plan, hardware = runs.plan, comparison.hardware
     arms = comparison.make_arms()
@@ -96,7 +98,7 @@ async def _compare_variant(runs: "_Runs", comparison: Comparison, load: Workload
     return config
 
 
-def _chosen(plan: Plan, comparison: Comparison, arms: int) -> tuple[tuple[int, ...], Lengths, float]:
+def _chosen(plan: Plan, comparison: ComparePlan, arms: int) -> tuple[tuple[int, ...], Lengths, float]:
     """The seeds and the lengths of the runs: as asked for, or as they fit into the time. `_Rounds` ends seeds that nobody asked for. And
     the seconds that a cluster of a seed may take, for what nobody asked for, either: runs at other rates, and repeated ones."""
     if "duration" not in comparison.chosen:
@@ -141,7 +143,7 @@ class _Rounds:
         return True
 
 
-async def warm_up(address: str, timeout_s: float, access: Access) -> None:
+async def warm_up(address: str, timeout_s: float, access: DoorAccess) -> None:
     """Raises ConnectionError if no server answers."""
     async with access.door(address) as door:
         for number in range(WARM_UP_REQUESTS):
@@ -153,7 +155,7 @@ async def warm_up(address: str, timeout_s: float, access: Access) -> None:
 class _Runs:
     """What was measured so far: an interrupted campaign keeps it."""
 
-    def __init__(self, plan: Plan, comparison: Comparison | None = None) -> None:
+    def __init__(self, plan: Plan, comparison: ComparePlan | None = None) -> None:
         self.plan = plan
         self.proposed = comparison.proposed if comparison else {}
         self.chosen = comparison.chosen if comparison else frozenset[str]()

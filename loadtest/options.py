@@ -1,7 +1,7 @@
 """The flags of the commands, each declared once: dataclasses group related flags, and a command takes their instances.
 
-    @takes(Target, Measured, Load)
-    def run(target: Target, measured: Measured, load: Load) -> None: ...
+    @takes(Target, MeasureOptions, LoadOptions)
+    def run(target: Target, measured: MeasureOptions, load: LoadOptions) -> None: ...
 
 This command has a flag for every field of the three classes. Renaming a field renames its flag or fails the type check; no code looks up
 values by name.
@@ -51,7 +51,7 @@ def takes(*kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasureOptions:
     """What counts, and where the results are written."""
 
     out: Annotated[Path, typer.Option(help="Folder for the report and the raw records.")] = Path("loadtest-report")
@@ -75,7 +75,7 @@ class Entrance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class LoadOptions:
     """The requests to send."""
 
     input: Annotated[str, typer.Option(help="Prompt tokens: 512, 100-600 or lognormal:512:0.6.")] = "100-600"

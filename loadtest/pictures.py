@@ -136,7 +136,7 @@ def goodput_against_rate(results: Results) -> Drawn | str:
 
 @mpl.rc_context(STYLE)
 def best_of_each_variant(parts: Mapping[str, Results]) -> Figure:
-    """For a campaign that varies a parameter: the value at which another arm becomes the better one is a crossover, too."""
+    """Draws a campaign that varies a parameter: the value at which another arm becomes the better one is a crossover, too."""
     figure = Figure(figsize=(WIDTH, 4.8))
     axes = figure.subplots()
     values = {variant: value for value, variant in numeric(list(parts))}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import arrivals, traces, workload
-from loadtest.access import Access
+from loadtest.access import DoorAccess
 from loadtest.arms import Ratio, check_engines, make_arms, over_engines
 from loadtest.campaign import Arm
 from loadtest.cluster import RunningCluster, check_equal
@@ -126,7 +126,7 @@ class Plan:
     warm_up_s: float
     cool_down_s: float
     timeout_s: float
-    access: Access = field(default_factory=Access)
+    access: DoorAccess = field(default_factory=DoorAccess)
     show: Show = _show_nothing
     note: Note = lambda line: None
 
@@ -146,7 +146,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ComparePlan:
     """What only `compare` needs.
 
     vary       one of VARIED and its values; ("", ("",)) varies nothing
@@ -198,5 +198,5 @@ class Comparison:
         return check_equal(arms, self.common, self.hardware) if self.release is None else self.release.config
 
     def running(self, arm: Arm) -> AbstractAsyncContextManager[dict[str, str]]:
-        """With the addresses of its doors. Raises ClusterError."""
+        """Runs the arm and yields the addresses of its doors. Raises ClusterError."""
         return RunningCluster({**self.common, **arm.topology}, "loadtest") if self.release is None else self.release.running(arm)

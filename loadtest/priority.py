@@ -42,6 +42,6 @@ def cluster_niceness() -> int:
 
 
 def _threads() -> list[int]:
-    """On Linux each has its own priority; elsewhere there is one for the process, which 0 names."""
+    """Each thread has its own priority on Linux; elsewhere there is one for the process, which 0 names."""
     folder = Path("/proc/self/task")
     return [int(entry.name) for entry in folder.iterdir()] if folder.is_dir() else [0]

@@ -32,7 +32,7 @@ Note = Callable[[str], None]
 Found = TypeVar("Found")
 
 
-class Cluster(Protocol):
+class ReleaseCluster(Protocol):
     """What is asked of Kubernetes, and of the release's routers."""
 
     async def deployments(self) -> Mapping[str, Object]:
@@ -46,7 +46,7 @@ class Cluster(Protocol):
         BatonError."""
 
     async def addresses(self) -> dict[str, str]:
-        """Of each door, for the requests of the load test."""
+        """The address of each door, for the requests of the load test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def check_pods(deployments: Mapping[str, Object]) -> dict[str, Any]:
 
 
 def described(deployment: Object) -> dict[str, Any]:
-    """Of a Deployment's pods what decides how fast they are."""
+    """What decides how fast a Deployment's pods are."""
     spec = deployment["spec"]["template"]["spec"]
     container = spec["containers"][0]
     return {key: found for key in SAME if (found := container.get(key, spec.get(key))) is not None}
@@ -121,7 +121,7 @@ class Release:
     `keep`: a file that holds the sizes that were found, as long as others may be in force.
     """
 
-    def __init__(self, name: ReleaseName, cluster: Cluster, keep: Path, note: Note, ready_s: float = READY_S) -> None:
+    def __init__(self, name: ReleaseName, cluster: ReleaseCluster, keep: Path, note: Note, ready_s: float = READY_S) -> None:
         self._name, self._cluster, self._keep, self._note, self._ready_s = name, cluster, keep, note, ready_s
         self._found: Sizes = (0, 0)
         self._asked: Sizes = (0, 0)

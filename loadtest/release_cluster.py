@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import grpc
 
 from baton.access.access import Access, Endpoint, find
-from baton.access.options import Identity, Place
+from baton.access.options import ClientIdentity, ClusterOptions
 from baton.cluster.errors import BatonError, Reason
 from baton.launch.kubernetes_api import Api, connect
 from baton.launch.kubernetes_launcher import KubernetesLauncher
@@ -21,9 +21,9 @@ STATUS_S = 5.0
 class OutsideCluster:
     """`address`: of the door of the requests, if not through the API server. Raises ConfigError where there is no kubeconfig."""
 
-    def __init__(self, release: ReleaseName, context: str | None, door: Endpoint, identity: Identity, address: str | None) -> None:
+    def __init__(self, release: ReleaseName, context: str | None, door: Endpoint, identity: ClientIdentity, address: str | None) -> None:
         self._release, self._door, self._identity, self._address = release, door, identity, address
-        self._place = Place(kubernetes=str(release), context=context)
+        self._place = ClusterOptions(kubernetes=str(release), context=context)
         self._api: Api = connect(context)
         self._launcher = KubernetesLauncher(release, context, borrows=True)
         self._started = False

@@ -23,7 +23,7 @@ from loadtest.campaign import Campaign
 from loadtest.compare import ATTAINMENT
 from loadtest.estimate import Estimate, mean_and_interval
 from loadtest.latency import MAX_STAGE_GAP, stage_sum_gap
-from loadtest.results import Point, Results, Run, by_variant
+from loadtest.results import Point, ProbeResult, Results, by_variant
 from loadtest.slo import LAG_SHARE, LEAST_LAG_S
 from loadtest.summary import Summary
 from loadtest.verdict import Verdict, judged, over_variants, verdict_of
@@ -134,7 +134,7 @@ def as_json(campaign: Campaign, parts: Sequence[Section]) -> dict[str, Any]:
     return {**runs[0], **whole} if len(runs) == 1 else whole
 
 
-def _entry(run: Run) -> dict[str, Any]:
+def _entry(run: ProbeResult) -> dict[str, Any]:
     probe = run.probe
     said = {
         "arm": probe.arm,
@@ -246,7 +246,7 @@ def _differences(a: Campaign, b: Campaign) -> Iterator[tuple[str, str, str]]:
                 yield f"{what} ({key})", mine.get(key, NONE), theirs.get(key, NONE)
 
 
-def _named(run: Run) -> str:
+def _named(run: ProbeResult) -> str:
     variant = f", {run.probe.variant}" if run.probe.variant else ""
     return f"{run.probe.arm} at {run.probe.rate:.4g} requests/s, seed {run.probe.seed}{variant}"
 

@@ -28,7 +28,7 @@ def by_variant(campaign: Campaign) -> dict[str, Campaign]:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ProbeResult:
     """A probe and its summary."""
 
     probe: Probe
@@ -52,10 +52,10 @@ class Point:
 
     arm: str
     rate: float
-    runs: tuple[Run, ...]
+    runs: tuple[ProbeResult, ...]
 
     def estimate(self, number: Callable[[Summary], float | None]) -> Estimate:
-        """Over the seeds whose runs have the number."""
+        """The estimate over the seeds whose runs have the number."""
         return mean_and_interval([value for run in self.runs if (value := number(run.summary)) is not None])
 
     @property
@@ -79,20 +79,20 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Results:
     campaign: Campaign
-    runs: tuple[Run, ...]  # in the order in which they ran
+    runs: tuple[ProbeResult, ...]  # in the order in which they ran
 
     @classmethod
     def of(cls, campaign: Campaign) -> Self:
         """Raises ValueError for several variants (see `by_variant`), or a run that is shorter than warm-up and cool-down."""
         if len({probe.variant for probe in campaign.probes}) > 1:
             raise ValueError("results are of one variant; split the campaign by_variant")
-        return cls(campaign, tuple(Run(probe, campaign.summary(probe)) for probe in campaign.probes))
+        return cls(campaign, tuple(ProbeResult(probe, campaign.summary(probe)) for probe in campaign.probes))
 
     @property
     def arms(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys([arm.name for arm in self.campaign.arms] + [run.probe.arm for run in self.runs]))
 
-    def sound(self, arm: str) -> list[Run]:
+    def sound(self, arm: str) -> list[ProbeResult]:
         """The arm's runs that count."""
         return [run for run in self.runs if run.probe.arm == arm and not run.flaw]
 
@@ -196,7 +196,7 @@ def _not_judged(why: str) -> Best:
     return Best(None, {}, None, False, None, why)
 
 
-def _nothing_sound(tried: list[Run]) -> str:
+def _nothing_sound(tried: list[ProbeResult]) -> str:
     if not tried:
         return "it never ran"
     early = sum(not run.summary.void for run in tried)

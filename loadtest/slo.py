@@ -74,7 +74,7 @@ _OBJECTIVES = ("ttft", "tpot", "itl_p99")
 
 
 def _gaps(name: str, tokens: int) -> int:
-    """Over how many intervals an objective averages, and so spreads one delay."""
+    """The number of intervals over which an objective averages, and so spreads one delay."""
     return max(tokens - 1, 1) if name == "tpot" else 1
 
 

@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from loadtest.trace_formats import FORMATS, MOONCAKE_BLOCK, Encode, Format, Reader, Request, make_reader
 from loadtest.trace_lines import Malformed, column, short
-from loadtest.workload import Item, Vocabulary, Window, WorkloadError, scaled
+from loadtest.workload import ContextWindow, Item, Vocabulary, WorkloadError, scaled
 
 TOLD_EVERY = 50_000  # rows
 
@@ -126,7 +126,7 @@ class _Rows:
         self._path = path
         self._lenient = reading.lenient
         self._factor = reading.factor
-        self._window = Window(reading.max_tokens) if reading.max_tokens is not None else None
+        self._window = ContextWindow(reading.max_tokens) if reading.max_tokens is not None else None
         self._note = note
         vocabulary = Vocabulary(reading.first_id, reading.vocab)
         self._reader: Reader = make_reader(self.format, vocabulary, reading.seed, reading.encode, reading.block)

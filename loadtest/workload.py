@@ -293,7 +293,7 @@ def bound(items: Iterable[Item], max_tokens: int) -> Bounded:
 
     Longer items are dropped, not cut, so the workload contains every request exactly as it is sent. A session ends before the first turn
     that does not fit, because later turns refer to it. Raises WorkloadError if no request fits into `max_tokens` (less than 2)."""
-    window = Window(max_tokens)
+    window = ContextWindow(max_tokens)
     kept, dropped = [], 0
     for item in items:
         if window.admits(item):
@@ -303,7 +303,7 @@ def bound(items: Iterable[Item], max_tokens: int) -> Bounded:
     return Bounded(tuple(kept), dropped)
 
 
-class Window:
+class ContextWindow:
     """The rule of `bound`, one item at a time."""
 
     def __init__(self, max_tokens: int) -> None:

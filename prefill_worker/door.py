@@ -8,9 +8,9 @@ from typing import Any
 from baton.cluster.errors import BatonError
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from baton.worker.identity import Identity
-from baton.worker.kv_port import Place
-from baton.worker.prompts import Paced, Prompts
+from baton.worker.identity import WorkerIdentity
+from baton.worker.kv_port import KvPlace
+from baton.worker.prompts import PacedNews, Prompts
 from baton.worker.session import Emit, Form, Session, SessionDoor
 from baton.worker.wire import pack_handle, to_call_error, to_finish, to_sequence, to_token
 from kvtransfer.handle import KvHandle
@@ -18,7 +18,7 @@ from prefill_worker.worker import Prefilled, PrefillWorker, Source
 
 
 class PrefillDoor(SessionDoor, worker_pb2_grpc.PrefillServicer):
-    def __init__(self, worker: PrefillWorker, identity: Identity, prompts: Prompts) -> None:
+    def __init__(self, worker: PrefillWorker, identity: WorkerIdentity, prompts: Prompts) -> None:
         self._worker = worker
         self._identity = identity
         self._prompts = prompts
@@ -42,7 +42,7 @@ class _Session(Session):
     def __init__(self, form: Form, prompts: Prompts) -> None:
         super().__init__(form)
         self._prompts = prompts
-        self._paced = Paced(self._note)
+        self._paced = PacedNews(self._note)
         self._leave: Callable[[], None] | None = None
         self._others: int | None = None  # news
 
@@ -69,7 +69,7 @@ def to_source(start: pb.PrefillStart) -> Source | None:
     if not start.HasField("source"):
         return None
     source = start.source
-    return Source(Place(source.worker, source.incarnation, source.address), source.blocks)
+    return Source(KvPlace(source.worker, source.incarnation, source.address), source.blocks)
 
 
 def to_message(call_id: int, event: KvHandle | Prefilled | BatonError) -> pb.PrefillEvent:

@@ -16,13 +16,13 @@ from baton.clock import loop_time
 from baton.cluster import semconv
 from baton.cluster.errors import BatonError
 from baton.cluster.failpoint import failpoint
-from baton.cluster.telemetry import Span, Tracer
+from baton.cluster.telemetry import Tracer, TraceSpan
 from baton.engine.core.block_key import extend_keys
 from baton.engine.core.contract import ServingEngine
-from baton.engine.core.engine import Output, Refused
+from baton.engine.core.engine import Output, SequenceRefused
 from baton.engine.core.sampling import Sampled
 from baton.engine.core.sequence import Finish, Sequence
-from baton.worker.kv_port import KvPort, Place
+from baton.worker.kv_port import KvPlace, KvPort
 from baton.worker.refusal import failure, refusal
 from kvtransfer.exporter import Export
 from kvtransfer.handle import KvHandle
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class Source:
     """A worker that probably caches the leading `blocks` blocks of a prompt."""
 
-    place: Place
+    place: KvPlace
     blocks: int
 
 
@@ -51,14 +51,14 @@ class Prefilled:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class PrefillCall:
     seq: Sequence
     request_id: str
     first: "asyncio.Future[Output]"
     opened: Callable[[KvHandle], None]
-    span: Span
+    span: TraceSpan
     export: Export | None = None
-    lease: Span | None = None
+    lease: TraceSpan | None = None
     running: bool = True  # the call is in progress; afterwards the end of the lease frees the sequence
 
 
@@ -72,7 +72,7 @@ class PrefillWorker:
         """`live`: live transfer, `kv.live`."""
         self._live = live
         self._tracer = tracer
-        self._running: dict[str, Call] = {}
+        self._running: dict[str, PrefillCall] = {}
         self.admit: Callable[[], None] = lambda: None
 
     @property
@@ -92,11 +92,11 @@ class PrefillWorker:
         """Calls `opened` after the first chunk of a long prompt. Raises BatonError(DRAINING, SATURATED, CONTEXT_LENGTH)."""
         self.admit()
         with self._tracer.follow(semconv.PREFILL_WORK, traceparent, tracestate) as span:
-            call = Call(seq, request_id, asyncio.get_running_loop().create_future(), opened, span)
+            call = PrefillCall(seq, request_id, asyncio.get_running_loop().create_future(), opened, span)
             self._running[seq.id] = call
             try:
                 return await self._prefill(call, source)
-            except Refused as error:
+            except SequenceRefused as error:
                 raise refusal(error) from None
             except BaseException:
                 self._give_up(call)
@@ -105,7 +105,7 @@ class PrefillWorker:
                 call.running = False
                 del self._running[seq.id]
 
-    async def _prefill(self, call: Call, source: Source | None) -> Prefilled:
+    async def _prefill(self, call: PrefillCall, source: Source | None) -> Prefilled:
         began, seq = loop_time(), call.seq
         fetched = await self._fetch(call, source) if source else None
         if fetched is None:
@@ -128,7 +128,7 @@ class PrefillWorker:
             elif self._live:
                 self._publish(call, output)
 
-    def _publish(self, call: Call, output: Output) -> None:
+    def _publish(self, call: PrefillCall, output: Output) -> None:
         """A chunk has been computed and more will follow: full blocks can be read now."""
         if call.export is None:
             call.export = self._open(call)
@@ -136,11 +136,11 @@ class PrefillWorker:
         call.export.publish(output.full)
         failpoint("prefill.chunk")
 
-    def _open(self, call: Call) -> Export:
+    def _open(self, call: PrefillCall) -> Export:
         call.lease = call.span.child(semconv.LEASE)
         return self.port.exporter.open(call.request_id, 0, call.seq.arrived_with, lambda: self._lease_ended(call))
 
-    def _lease_ended(self, call: Call) -> None:
+    def _lease_ended(self, call: PrefillCall) -> None:
         if call.lease is not None:
             call.lease.end()
         if not call.running:
@@ -149,13 +149,13 @@ class PrefillWorker:
     def _free(self, seq: Sequence) -> None:
         self.engine.forget(seq.id)
 
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: PrefillCall) -> None:
         """The call failed or was cancelled. A reader of its blocks learns this when it releases the lease."""
         if call.export is not None:
             self.port.exporter.revoke(call.export)
         self._free(call.seq)
 
-    def _hand_over(self, call: Call, output: Output, began: float, fetched: int) -> Prefilled:
+    def _hand_over(self, call: PrefillCall, output: Output, began: float, fetched: int) -> Prefilled:
         seq, handle = call.seq, None
         started = seq.started_at or began
         now = loop_time()
@@ -173,7 +173,7 @@ class PrefillWorker:
         waited, took = (started - began) * 1000, (now - started) * 1000
         return Prefilled(output.sampled, output.finish, handle, seq.cached, fetched, waited, took)
 
-    async def _fetch(self, call: Call, source: Source) -> int | None:
+    async def _fetch(self, call: PrefillCall, source: Source) -> int | None:
         """Adds the sequence to the engine with the KV that `source` caches. Returns the number of positions fetched. Returns None and does
         nothing if there is no room yet: a request that has to wait anyway can compute."""
         seq, filling = call.seq, list[int]()

@@ -20,7 +20,7 @@ from router.clients import GrpcWorkers
 from router.journal import Journal
 from router.listing import Query
 from router.live import Live, in_slices, to_message
-from router.peers import Peers
+from router.peers import PeerRouters
 from router.proof import prove, usable
 from router.view import ClusterView
 from router.watch import Watch
@@ -46,7 +46,7 @@ class AdminDoor(worker_pb2_grpc.AdminServicer):
         watch: Watch,
         journal: Journal,
         live: Live,
-        peers: Peers,
+        peers: PeerRouters,
         own: Own,
     ) -> None:
         self._joining = own.joining

@@ -175,7 +175,7 @@ class Admission:
         return Queued(ahead, wait_s, self._displace(priority, now))
 
     def late_by(self, priority: int = 0, now: float = 0.0, due: Due = ANY_TIME, weight: int = 1) -> float | None:
-        """By how many seconds the wait of a new request is too long, less than 0 where only the queue has no room. None: `enter` would not
+        """The seconds by which the wait of a new request is too long, less than 0 where only the queue has no room. None: `enter` would not
         refuse it. Nothing is decided by asking."""
         if self._fits(weight) and not self._before(priority):
             return None
@@ -260,7 +260,7 @@ class Admission:
         return admitted
 
     def _before(self, priority: int) -> list[_Line]:
-        """Of those who would go before a newcomer of this priority."""
+        """The lines of those who would go before a newcomer of this priority."""
         return [line for other, line in self._lines.items() if other <= priority]
 
     def _waits(self, priority: int, now: float, due: Due, weight: int) -> tuple[int, float, float]:
@@ -293,7 +293,7 @@ class Admission:
         return tuple(displaced)
 
     def _refused_lately(self, now: float) -> int:
-        """In the last second."""
+        """How many were refused in the last second."""
         while self._refusals and self._refusals[0] < now - RECENTLY_S:
             self._refusals.popleft()
         return len(self._refusals)

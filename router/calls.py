@@ -8,7 +8,7 @@ from baton.cluster.handoff import Handoff
 from baton.cluster.messages import plain
 from baton.cluster.records import WorkerRecord
 from baton.cluster.rpc import from_status
-from baton.cluster.telemetry import NO_SPAN, Span
+from baton.cluster.telemetry import NO_SPAN, TraceSpan
 from baton.engine.core.beams import Beams, Hypothesis
 from baton.engine.core.sampling import FIELDS
 from baton.engine.core.speculation import UNASKED
@@ -27,7 +27,7 @@ _FINISH: dict[int, FinishReason | None] = {
 Message = worker_pb2.DecodeEvent | BatonError  # of a decode call; its tokens wait as bytes (`router.inbox`)
 
 
-def to_job(request: Request, span: Span = NO_SPAN, job: worker_pb2.Job | None = None, decodes: bool = True) -> worker_pb2.Job:
+def to_job(request: Request, span: TraceSpan = NO_SPAN, job: worker_pb2.Job | None = None, decodes: bool = True) -> worker_pb2.Job:
     """`job`: an empty one that is a part of a message: to copy one with a long prompt into its place takes long."""
     told = {name: getattr(request.params, name) for name in FIELDS}
     told["prompt_logprobs"] = request.params.prompt_logprobs if request.unscored else None

@@ -9,7 +9,7 @@ Known = Callable[[str, int, Encode], Sequence[int]]
 
 
 class ChatMap:
-    """Of one chat. `ids` is asked for the ids of its texts, in their order, and notes where they stand."""
+    """The map of one chat. `ids` is asked for the ids of its texts, in their order, and notes where they stand."""
 
     def __init__(self, contents: Sequence[str], known: Known, decode: Callable[[Sequence[int]], str]) -> None:
         self._contents, self._known, self._decode = contents, known, decode

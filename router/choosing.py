@@ -125,7 +125,7 @@ class Choosing:
         await self._turns.enter(keys + KEYS_A_WORKER * self._model.count("decode"))
 
     async def turn_to_send(self, request: Request) -> None:
-        """To put a long prompt into a message takes as long as to choose a worker for it: they share no turn."""
+        """Putting a long prompt into a message takes as long as choosing a worker for it: they share no turn."""
         if len(request.tokens) > LONG_PROMPT:
             await self.turn(request)
 

@@ -17,7 +17,7 @@ from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.messages import plain
 from baton.cluster.records import ROLES, Load, RoleName, WorkerRecord, WorkerState
-from baton.cluster.rpc import Line
+from baton.cluster.rpc import ProcessChannels
 from baton.engine.core.block_key import KEY_BYTES, MEDIA
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
@@ -63,7 +63,7 @@ class GrpcWorkers:
         self.on_others: OnOthers = lambda worker, tokens: None
         self._security = security
         self._streams = streams or Streams()
-        self._channels: dict[_Identity, Line] = {}  # each process has its own, even at an old address
+        self._channels: dict[_Identity, ProcessChannels] = {}  # each process has its own, even at an old address
         self._gone: dict[_Identity, None] = {}  # nothing is opened to these again; oldest first
         self._sessions: dict[tuple[_Identity, RoleName], Session[Any]] = {}
         self._inboxes: set[Inbox[Message]] = set()  # of the decode calls
@@ -145,7 +145,7 @@ class GrpcWorkers:
         return GrpcFork(told, call, held, self._read(inbox))
 
     async def _read(self, inbox: Inbox[Message]) -> AsyncGenerator[DecodeEvent, None]:
-        """Up to and including Ended: an error may come after it."""
+        """Yields events up to and including Ended: an error may come after it."""
         while True:
             messages, size = await inbox.take(BYTES_AT_ONCE)
             await self._streams.budget.spend(int(size * CONVERTING))
@@ -272,7 +272,7 @@ class GrpcWorkers:
         if identity in self._gone:
             raise BatonError(Reason.WORKER_LOST, f"{worker.name} is gone")
         if identity not in self._channels:
-            self._channels[identity] = Line(worker.address, self._security)
+            self._channels[identity] = ProcessChannels(worker.address, self._security)
         return self._channels[identity].channel()
 
     def _session(self, worker: WorkerRecord, role: RoleName) -> Session[Any]:

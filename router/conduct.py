@@ -11,7 +11,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.cluster.records import RoleName, WorkerRecord
 from router.outliers import Ejected, EjectionTerms, Identity, Outliers, Stride
-from router.predictions import Line, Prediction
+from router.predictions import CheckedPrediction, CostLine
 from router.request import Request
 from router.retry_budget import RetryBudget
 from router.served import ServedModel
@@ -38,7 +38,7 @@ class Conduct:
         self._on = config.outlier_share > 0
         self.outliers = Outliers(EjectionTerms(config.outlier_share, config.outlier_s, config.outlier_pace))
         self._model, self._members = model, model.members
-        self._lines: dict[Identity, Line] = {}  # of prefill workers, and of some that have left
+        self._lines: dict[Identity, CostLine] = {}  # of prefill workers, and of some that have left
         self._clock = clock
         self._members.listen(self._look)
 
@@ -66,11 +66,11 @@ class Conduct:
 
     def _note_first(self, worker: WorkerRecord, request: Request, took_s: float, sent: Sent) -> None:
         if sent.first_s is not None:
-            request.trace.predictions.append(Prediction("first token", sent.first_s, took_s))
+            request.trace.predictions.append(CheckedPrediction("first token", sent.first_s, took_s))
         identity = _identity(worker)
         if identity not in self._lines:
             self._lines = {known: line for known, line in self._lines.items() if self._members.answers(known) is not None}
-        self._lines.setdefault(identity, Line()).note(sent.cost, took_s, self._clock())
+        self._lines.setdefault(identity, CostLine()).note(sent.cost, took_s, self._clock())
 
     def decoded(self, worker: WorkerRecord) -> None:
         """A decode call ended well, or its reader has left it."""

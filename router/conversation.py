@@ -47,7 +47,7 @@ class Tool:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """The tool in the form that chat templates expect."""
         parameters = self.parameters if self.parameters else {"type": "object", "properties": {}}
         return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": parameters}}
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 
 from baton.cluster.metric_table import Number
 from baton.cluster.metrics import Book
-from router.predictions import Prediction
+from router.predictions import CheckedPrediction
 from router.request import Request, Trace
-from router.slo import Times
+from router.slo import RequestTimes
 
 
 class Counters:
@@ -43,7 +43,7 @@ class Counters:
         """Seconds between successive tokens: before the end, as they come."""
         self._itl.observe_all(gaps)
 
-    def count(self, request: Request | None, trace: Trace, outcome: str, reason: str, times: Times) -> None:
+    def count(self, request: Request | None, trace: Trace, outcome: str, reason: str, times: RequestTimes) -> None:
         """A request has ended. None: it was not well-formed. Of one that was refused nothing but that is counted."""
         self._requests[outcome, reason].inc()
         if request is None or outcome == "refused":
@@ -66,7 +66,7 @@ class Counters:
         """See `router.split.path_of`."""
         self._paths[path].inc()
 
-    def count_predictions(self, predictions: Iterable[Prediction]) -> None:
+    def count_predictions(self, predictions: Iterable[CheckedPrediction]) -> None:
         for prediction in predictions:
             self._predictions[prediction.of].observe(prediction.ratio)
 
@@ -80,8 +80,8 @@ class Counters:
             for cause, tokens in trace.uncached.causes:
                 self._uncached[cause].inc(tokens)
 
-    def _time(self, request: Request, times: Times) -> None:
-        """Of a request that has ended well."""
+    def _time(self, request: Request, times: RequestTimes) -> None:
+        """Observes the times of a request that has ended well."""
         if times.tpot_s is not None:
             self._tpot.observe(times.tpot_s)
         self._duration.observe(times.e2e_s)

@@ -150,7 +150,7 @@ def draw(point: Point) -> dict[str, Any]:
 
 
 def quantile(histogram: Counter[int], share: float) -> float | None:
-    """Within a bucket, values are taken to be evenly spread over the logarithm. Exact to the width of a bucket; None without values."""
+    """Values within a bucket are taken to be evenly spread over the logarithm. Exact to the width of a bucket; None without values."""
     rank = share * histogram.total()
     below = 0
     for bucket in sorted(histogram):

@@ -36,7 +36,7 @@ from router.live_decode import LiveDecode
 from router.outliers import Stride
 from router.poison import Poison
 from router.policy import TERMS, Choice, Identity
-from router.predictions import Prediction
+from router.predictions import CheckedPrediction
 from router.prompt_lease import JoinedCall, PromptLease, Started
 from router.request import NEAR_DEADLINE_S, Failure, Request, Scores, Timed, Tokens, emitted, too_late
 from router.request_log import RequestLog, name
@@ -166,7 +166,7 @@ class Dispatcher:
         return forks
 
     async def _join(self, request: Request, joined: JoinedCall, failed: set[Identity]) -> AsyncGenerator[Tokens, None]:
-        """As `_attempt`, with the call that has begun with the leader's. The leader's stages until then are those of all."""
+        """Does what `_attempt` does, with the call that has begun with the leader's. The leader's stages until then are those of all."""
         trace, theirs = request.trace, joined.leader.trace
         trace.follow(theirs)
         try:
@@ -405,7 +405,7 @@ class Dispatcher:
             prompt = Prompt(request.tokens, request.prompt_len, request.keys, request.tenant, request.salt, scored, request.chat_map)
             found = trace.uncached = self._explainer.explain(prompt, sought, trace.cached_tokens)
             if found.promised and sought.broken == "stale":  # what others compute, lend or load is another matter
-                trace.predictions.append(Prediction("cached", found.promised, min(found.promised, trace.cached_tokens)))
+                trace.predictions.append(CheckedPrediction("cached", found.promised, min(found.promised, trace.cached_tokens)))
                 self._compare(sought.worker, found.promised, trace.cached_tokens)
 
     def _compare(self, worker: Identity, promised: int, delivered: int) -> None:

@@ -22,9 +22,9 @@ from router.request import PromptToken, Scores, Trace
 from router.service import GenerateService
 from router.tools.delta import Arguments, CallBegin, Delta, Reasoning
 from router.turn_budget import TurnBudget
-from router.validate import Ask, AskSampling, Limits
+from router.validate import Ask, AskSampling, RequestLimits
 
-_LIMITS = Limits()
+_LIMITS = RequestLimits()
 _REASON = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 

@@ -33,7 +33,7 @@ class Accepted:
         return replace(self, params=seeded(self.params, choice)) if choice else self
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """One token of the output and the text that it completed: content alone, if calls and thinking are told apart."""
 
     index: int  # type: ignore[assignment]  # nobody searches in a piece
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 class Pieces:
     """Successive tokens of a choice that were ready together; at least one."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TextPiece, ...]
     choice: int = 0
 
     @property
@@ -61,7 +61,7 @@ class Finished:
     reason: FinishReason
     text: str  # what was held back until now
     stop: str | None  # the stop string that ended the output
-    deltas: tuple[Delta, ...] = ()  # as in a Piece
+    deltas: tuple[Delta, ...] = ()  # as in a TextPiece
     calls: int = 0
     reasoning_tokens: int = 0
     incomplete: bool = False  # it ended before the form that was asked for was complete
@@ -72,7 +72,7 @@ class Finished:
 
 
 Event = Accepted | Scores | Pieces | Found | Finished
-Part = Accepted | Scores | Piece | Found | Finished
+Part = Accepted | Scores | TextPiece | Found | Finished
 
 
 def parts(event: Event) -> tuple[Part, ...]:

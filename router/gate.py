@@ -12,9 +12,9 @@ from baton.clock import loop_time
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
 from router.admission import Admission, Admitted, Due, NotAdmitted, Queued
-from router.journal import Entry
+from router.journal import JournalEntry
 from router.policy import places
-from router.predictions import Prediction
+from router.predictions import CheckedPrediction
 from router.request import Trace
 from router.served import ServedModel
 from router.validate import Ask, AskSampling
@@ -59,7 +59,7 @@ class Gate:
         return not self._waiting and self._admission.inflight == 0 and self._admission.queued == 0
 
     @asynccontextmanager
-    async def place(self, entry: Entry, ask: Ask, deadline: float) -> AsyncIterator[None]:
+    async def place(self, entry: JournalEntry, ask: Ask, deadline: float) -> AsyncIterator[None]:
         """Holds the places of a request that is served. Raises DEADLINE, and SATURATED with the time after which a retry can succeed."""
         slot = self._name(ask)
         turn = self._waiting[slot] = asyncio.get_running_loop().create_future()
@@ -80,7 +80,7 @@ class Gate:
                 self._drop_hopeless()
             self._let_in(self._admission.leave(slot, self._clock()))
 
-    def check(self, entry: Entry, ask: Ask, deadline: float) -> None:
+    def check(self, entry: JournalEntry, ask: Ask, deadline: float) -> None:
         """Raises what `place` would raise at once. Under overload most requests end here: nothing has been prepared for them, and nobody
         else has been asked about them."""
         entry.trace.step = "admission"
@@ -145,7 +145,7 @@ class Gate:
         never = float("inf")
         return Due(deadline, limits.get("ttft", never), limits.get("e2e", never), left)
 
-    def _note_pace(self, entry: Entry, began: float) -> None:
+    def _note_pace(self, entry: JournalEntry, began: float) -> None:
         """Measures the pace from a request that ends well. One that runs out of time is a failure, and one that its client gave up does
         not count."""
         if entry.request is not None and entry.trace.first_at:
@@ -183,4 +183,4 @@ class Gate:
     def _note_wait(self, slot: str) -> None:
         """Its wait is over, or was too long. Of those who make room for others, nobody knows how long it would have been."""
         if expected := self._expected.pop(slot, None):
-            expected.trace.predictions.append(Prediction("wait", expected.wait_s, self._clock() - expected.since))
+            expected.trace.predictions.append(CheckedPrediction("wait", expected.wait_s, self._clock() - expected.since))

@@ -35,7 +35,7 @@ from router.degradation import Degradation, Rules
 from router.predictions import Predictions
 from router.request import NEAR_DEADLINE_S, FinishReason, Lap, Request, Stopwatch, Trace, name_the_stage
 from router.request_log import RequestLog
-from router.slo import Attainment, Objectives, Times, missed_because
+from router.slo import Attainment, Objectives, RequestTimes, missed_because
 from router.split import Split, path_of
 from router.validate import MAX_REQUEST_ID
 
@@ -71,7 +71,7 @@ class Record:
     reason: str  # why the output ended, or the reason from the error table
     prompt_tokens: int
     output_tokens: int
-    times: Times
+    times: RequestTimes
     trace: Trace
     trace_id: str  # empty when the request was not traced
     slo_missed: str | None  # the stage to blame; None: all objectives met, or not judged
@@ -125,7 +125,7 @@ class Drawn:
     gaps: int = 0
 
 
-class Entry:
+class JournalEntry:
     """A request that is being served."""
 
     def __init__(self, journal: "Journal", trace: Trace, operation: str, request_id: str, at: float, tenant: str) -> None:
@@ -174,7 +174,7 @@ class Journal:
         self._demand = 0  # requests that were served, or would have been with room and time for them
         self._goodput = self._handoffs = self._handoff_bytes = self._drafted = self._accepted = 0
         self._drafted_at, self._accepted_at = Counter[str](), Counter[str]()
-        self.open_entries: dict[Entry, None] = {}  # an ordered set
+        self.open_entries: dict[JournalEntry, None] = {}  # an ordered set
         self.curves = Curves()
         self._tracer = tracer
         self._model = model
@@ -201,26 +201,26 @@ class Journal:
         tenant: str = "",
         clock: Callable[[], float] | None = None,
         tracestate: str = "",
-    ) -> Entry:
+    ) -> JournalEntry:
         """`operation`: a name from OpenTelemetry's GenAI conventions. `clock`: None: that of the running loop."""
         trace = Trace(Stopwatch(clock or clock_of_loop()), self._tracer.begin(f"{operation} {self._model}", traceparent, tracestate))
         now = self._wall_clock()
         self.curves.arrive(now)
-        return Entry(self, trace, operation, request_id[:MAX_REQUEST_ID], now, tenant)
+        return JournalEntry(self, trace, operation, request_id[:MAX_REQUEST_ID], now, tenant)
 
     @contextmanager
-    def shared(self, entry: Entry, traceparent: str, tracestate: str, others: Sequence[Request]) -> Iterator[list[Entry]]:
+    def shared(self, entry: JournalEntry, traceparent: str, tracestate: str, others: Sequence[Request]) -> Iterator[list[JournalEntry]]:
         """The entries of all choices of a request, of which `entry` is the first's."""
         with ExitStack() as stack:
             entries = [entry]
             for request in others:
                 trace = request.trace
                 trace.span = self._tracer.begin(f"{entry.operation} {self._model}", traceparent, tracestate)
-                entries.append(stack.enter_context(Entry(self, trace, entry.operation, request.id, entry.at, entry.tenant)))
+                entries.append(stack.enter_context(JournalEntry(self, trace, entry.operation, request.id, entry.at, entry.tenant)))
                 entries[-1].request, entries[-1].deadline = request, entry.deadline
             yield entries
 
-    def follow(self, entry: Entry) -> None:
+    def follow(self, entry: JournalEntry) -> None:
         """Adds to the curves and to the histogram of gaps what came since the last call. So tokens are drawn when they come, and the ends
         of many long outputs at once leave little to count."""
         request, trace, drawn = entry.request, entry.trace, entry.drawn
@@ -306,7 +306,7 @@ class Journal:
         """The newest record with this id."""
         return next((record for record in reversed(self._records) if record.request_id == request_id), None)
 
-    def close(self, entry: Entry, outcome: str, reason: str) -> None:
+    def close(self, entry: JournalEntry, outcome: str, reason: str) -> None:
         """`outcome` and `reason`: see `Record`."""
         request, trace = entry.request, entry.trace
         times = measure(trace)
@@ -328,7 +328,7 @@ class Journal:
         if record.trace_id:
             self._end_span(entry, record)
 
-    def _judge(self, outcome: str, times: Times) -> str | None:
+    def _judge(self, outcome: str, times: RequestTimes) -> str | None:
         """Invalid requests, and those that the client gave up, are not judged."""
         if not self._objectives.limits or outcome in ("invalid", "cancelled"):
             return None
@@ -359,14 +359,14 @@ class Journal:
             self._drafted_at.update(drafted)
             self._accepted_at.update(right)
 
-    def _end_span(self, entry: Entry, record: Record) -> None:
+    def _end_span(self, entry: JournalEntry, record: Record) -> None:
         span, queue = entry.trace.span, entry.trace.watch.laps[0]
         span.past_child(semconv.QUEUE, queue.end - queue.start)
         span.set(self._attributes(entry, record))
         span.end("" if record.outcome == "ok" else record.reason)
         entry.trace.span = NO_SPAN  # the record outlives the span
 
-    def _attributes(self, entry: Entry, record: Record) -> dict[str, Value]:
+    def _attributes(self, entry: JournalEntry, record: Record) -> dict[str, Value]:
         trace, request = entry.trace, entry.request
         told: dict[str, Value] = {
             semconv.OPERATION_NAME: entry.operation,
@@ -394,10 +394,10 @@ class Journal:
         return told
 
 
-def measure(trace: Trace) -> Times:
+def measure(trace: Trace) -> RequestTimes:
     """The times of a request whose watch has been stopped."""
     watch, gaps = trace.watch, trace.gaps
-    return Times(
+    return RequestTimes(
         stages={str(stage): seconds for stage, seconds in watch.seconds.items()},
         e2e_s=e2e(watch.start, watch.laps[-1].end),
         ttft_s=ttft(watch.start, trace.first_at) if trace.first_at else None,
@@ -408,7 +408,7 @@ def measure(trace: Trace) -> Times:
     )
 
 
-def _record(entry: Entry, outcome: str, reason: str, times: Times, missed: str | None) -> Record:
+def _record(entry: JournalEntry, outcome: str, reason: str, times: RequestTimes, missed: str | None) -> Record:
     request, trace = entry.request, entry.trace
     return Record(
         request_id=request.id if request else entry.request_id,
@@ -431,7 +431,7 @@ def _lap(lap: Lap, start: float) -> dict[str, Any]:
     return {"stage": lap.stage, "worker": lap.worker, "start": lap.start - start, "end": lap.end - start, "bypass": lap.bypass}
 
 
-def _outcome(entry: Entry, error: BaseException | None) -> tuple[str, str]:
+def _outcome(entry: JournalEntry, error: BaseException | None) -> tuple[str, str]:
     if entry.finish is not None:  # even if the client left after the last event
         return "ok", entry.finish
     if isinstance(error, BatonError):

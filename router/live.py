@@ -17,9 +17,9 @@ from baton.v1 import worker_pb2
 from router.admission import Admission
 from router.curves import Point, draw, merge
 from router.gauges import kv_usage
-from router.journal import Entry, Journal, Record
+from router.journal import Journal, JournalEntry, Record
 from router.listing import Query, choose
-from router.peers import Peers
+from router.peers import PeerRouters
 from router.view import ClusterView
 from router.watch import Watch
 
@@ -43,7 +43,7 @@ class Live:
         watch: Watch,
         admission: Admission,
         journal: Journal,
-        peers: Peers,
+        peers: PeerRouters,
         describe: Callable[[], RouterRecord],
         clock: Callable[[], float] = loop_time,
     ) -> None:
@@ -294,7 +294,7 @@ def _to_point(message: worker_pb2.CurvePoint) -> Point:
     return Point(**{**values, **{name: Counter(values[name]) for name in ("outcomes", "ttft", "itl", "tpot", "missed")}})
 
 
-def _on_its_way(entry: Entry, now: float) -> dict[str, Any]:
+def _on_its_way(entry: JournalEntry, now: float) -> dict[str, Any]:
     trace, request = entry.trace, entry.request
     lap = trace.watch.laps[-1]
     return {

@@ -10,10 +10,10 @@ from typing import Any
 
 from baton.cluster.errors import invalid
 from baton.v1 import generation_pb2 as pb
-from router.validate import Limits
+from router.validate import RequestLimits
 
 UNCOUNTED_BYTES = 64 << 10  # parsing a message of this size takes 0.5 ms at most
-_LIMITS = Limits()
+_LIMITS = RequestLimits()
 # A chat message is four fields, the submessage and its three members; a map entry three.
 MAX_FIELDS = 4 * _LIMITS.max_messages + 3 * _LIMITS.max_logit_bias + _LIMITS.max_stop_token_ids + _LIMITS.max_stop + 64
 _Fields = Mapping[int, tuple[str, Any]]  # field number → dotted path, and the fields of a submessage (None: it is not a submessage)

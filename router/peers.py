@@ -16,7 +16,7 @@ from baton.cluster.config import Config
 from baton.cluster.guard import metadata
 from baton.cluster.records import RouterRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
-from baton.cluster.rpc import Line, to_error
+from baton.cluster.rpc import ProcessChannels, to_error
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.admission import Admission, Elsewhere
 
@@ -26,7 +26,7 @@ RECORD_S = 60.0
 ASK_S = 0.5  # a router that answers later is left out
 
 
-class Peers:
+class PeerRouters:
     def __init__(self, registry: Registry, name: str, config: Config) -> None:
         """`name`: of this router."""
         self.others: list[RouterRecord] = []  # as the registry last showed them; during an outage they stay
@@ -34,7 +34,7 @@ class Peers:
         self._name = name
         self._security = config.security
         self._shown = metadata(config)
-        self._lines: dict[str, Line] = {}  # by address
+        self._lines: dict[str, ProcessChannels] = {}  # by address
 
     def together(self, own: RouterRecord) -> list[RouterRecord]:
         """All routers, sorted by name."""
@@ -95,7 +95,7 @@ class Peers:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._lines:
-            self._lines[address] = Line(address, self._security)
+            self._lines[address] = ProcessChannels(address, self._security)
         return self._lines[address].channel()
 
     async def _forget(self, keep: set[str]) -> None:

@@ -235,7 +235,7 @@ def _holding_most(held: Held) -> Cached | None:
 
 
 def _most_cached(model: ServedModel, held: Held, exclude: Collection[Identity], terms: Terms, tie: int) -> Cached | None:
-    """Of what can be lent, that which saves most. A worker is asked for what its pool has, or for what its tiers have, too."""
+    """The loan that saves most. A worker is asked for what its pool has, or for what its tiers have, too."""
     holding = sorted(name for name in held.device.keys() | held.anywhere.keys() if model.serves(name))
     lenders = [worker for worker in map(model.members.record, holding) if worker.lends and _identity(worker) not in exclude]
     size = lenders[0].block_size if lenders else 1

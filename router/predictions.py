@@ -3,7 +3,7 @@
     cached        tokens of a prompt that the chosen worker was thought to cache
     wait          seconds until a request that joins a standing queue gets its places (`router.admission`); in a burst onto an idle cluster
                   those who are served began together and end together, which the estimate does not know
-    first token   seconds from the sending of a prompt to its first token: what the process took lately for prompts of that cost (`Line`)
+    first token   seconds from the sending of a prompt to its first token: what the process took lately for that cost (`CostLine`)
 
 What came in an interval is divided by what was predicted in it, so that many requests of one moment count as one finding. The bias is the
 median over the last intervals: it is far from 1 if most of them were off to the same side. Each worker's promises of cached tokens are
@@ -27,7 +27,7 @@ LEARNED = 8  # prompts that a line needs
 SLOWLY_S = 900.0  # in which a line forgets two thirds: a change is seen before it has become the rule
 
 
-class Prediction(NamedTuple):
+class CheckedPrediction(NamedTuple):
     of: Of
     predicted: float
     came: float
@@ -55,7 +55,7 @@ class _Bias:
     intervals: deque[_Interval] = field(default_factory=lambda: deque(maxlen=LAST))
     told: bool = False
 
-    def note(self, prediction: Prediction, now: float) -> None:
+    def note(self, prediction: CheckedPrediction, now: float) -> None:
         number = int(now // INTERVAL_S)
         if not self.intervals or self.intervals[-1].number != number:
             self.intervals.append(_Interval(number))
@@ -79,7 +79,7 @@ class Predictions:
     def __init__(self) -> None:
         self._biases: dict[Of, _Bias] = {}
 
-    def note(self, predictions: Iterable[Prediction], now: float) -> None:
+    def note(self, predictions: Iterable[CheckedPrediction], now: float) -> None:
         """What was predicted of a request that has ended."""
         for prediction in predictions:
             self._biases.setdefault(prediction.of, _Bias(prediction.of)).note(prediction, now)
@@ -95,7 +95,7 @@ class Predictions:
 
 
 @dataclass(slots=True)
-class Line:
+class CostLine:
     """How long prompts of a given cost take until their first token: the least squares of the last ones, a line that falls nowhere."""
 
     prompts: int = 0

@@ -205,7 +205,7 @@ class PrefixIndex:
         return self._cold != 0
 
     def media(self, worker: str, key: bytes) -> list[str]:
-        """In which media it holds a key."""
+        """The media in which a worker holds a key."""
         held, mask = self._workers.get(worker), self._tables[key[0]].get(key, 0)
         return [medium for medium, kept in held.media.items() if mask >> kept.slot & 1] if held is not None else []
 
@@ -314,7 +314,7 @@ class PrefixIndex:
             self._note_event(held, event)
 
     def _note_event(self, held: _Holdings, event: BlockEvent) -> None:
-        """Of all that are not known, it is the next."""
+        """Notes an event, the next of all that are not known."""
         held.last = event.sequence
         kept = held.media.get(event.medium)
         if kept is None:

@@ -80,8 +80,8 @@ async def prove(workers: ProvingWorkers, others: Usable, worker: WorkerRecord, r
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """Of a worker that has started. `turn`: each of the others is the partner in its turn, for it may be the bad one. `undecided`: how
-    often partners did not answer; a decode worker then does without a handoff, for they may be busy just when it is needed."""
+    """One try of a worker that has started. `turn`: each of the others is the partner in its turn, for it may be the bad one. `undecided`:
+    how often partners did not answer; a decode worker then does without a handoff, for they may be busy just when it is needed."""
 
     turn: int = 0
     undecided: int = 0

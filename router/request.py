@@ -10,14 +10,14 @@ from typing import Any, Literal, NamedTuple
 
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
-from baton.cluster.telemetry import NO_SPAN, Span
+from baton.cluster.telemetry import NO_SPAN, TraceSpan
 from baton.engine.core.beams import Hypothesis
 from baton.engine.core.sampling import SamplingParams
 from baton.stages import STAGES, Stage, itl
 from router.backlog import ENTRY_BYTES, TOP_BYTES, Backlog
 from router.chat_map import ChatMap
 from router.family import Family
-from router.predictions import Prediction
+from router.predictions import CheckedPrediction
 from router.uncached import Uncached
 
 MAX_STEPS = 256  # with guesses, that a record of the request keeps
@@ -94,7 +94,7 @@ class Trace:
     """What became of a request; filled in by the dispatcher, reported to the client at the end."""
 
     watch: Stopwatch
-    span: Span = NO_SPAN
+    span: TraceSpan = NO_SPAN
     prefill_worker: str = ""
     decode_worker: str = ""
     step: str = ""  # within the queue: tokenizing, admission
@@ -114,7 +114,7 @@ class Trace:
     retry_refused: bool = False  # the budget of all requests was spent
     first_at: float = 0.0  # when the first token came, on the stopwatch's clock; 0 before
     last_at: float = 0.0
-    predictions: list[Prediction] = field(default_factory=list)
+    predictions: list[CheckedPrediction] = field(default_factory=list)
     uncached: Uncached | None = None  # None: the prompt was not computed here, or counts for another answer
     guesses: "Guesses" = field(default_factory=lambda: Guesses())
     gaps: "array[float]" = field(default_factory=lambda: array("d"))  # seconds between successive tokens
@@ -169,8 +169,8 @@ def name_the_stage(error: BatonError, trace: Trace) -> None:
 
 
 class Token(NamedTuple):
-    """A token as a worker generated it. A tuple, as are `Piece` and `Said`: a frozen dataclass takes five times as long to make, and each
-    token is one of each."""
+    """A token as a worker generated it. A tuple, as are `TextPiece` and `Said`: a frozen dataclass takes five times as long to make, and
+    each token is one of each."""
 
     id: int
     logprob: float | None = None
@@ -197,7 +197,7 @@ class PromptToken:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of successive tokens of the prompt; told with the first choice."""
+    """Scores of successive tokens of the prompt; told with the first choice."""
 
     tokens: tuple[PromptToken, ...]
     choice: int = 0
@@ -256,7 +256,7 @@ class Guesses:
 
     @property
     def steps(self) -> bytes:
-        """For each of the first `MAX_STEPS` steps with guesses, two bytes: how many were accepted, and how many were not."""
+        """Two bytes for each of the first `MAX_STEPS` steps with guesses: how many were accepted, and how many were not."""
         return bytes(self._steps) + bytes((min(self._run, 255), 0)) * bool(self._run)
 
     @property

@@ -86,7 +86,7 @@ class ServedModel:
 
     @property
     def standings(self) -> Standings:
-        """Of the workers that a request can be sent to, as they are now."""
+        """The standings of the workers that a request can be sent to, as they are now."""
         if self._standings is None:
             self._standings = Standings(self.members)
         self._standings.renew(self._names_of)

@@ -35,11 +35,11 @@ from router.conversation import PLAIN, Setting, with_effort
 from router.degradation import Lost
 from router.dispatch import Dispatcher
 from router.doorman import Doorman
-from router.events import Accepted, Event, Finished, Piece, Pieces
+from router.events import Accepted, Event, Finished, Pieces, TextPiece
 from router.found import Found, found
 from router.gate import Gate
 from router.grammar_check import GrammarCheck
-from router.journal import REFUSALS, Entry, Journal
+from router.journal import REFUSALS, Journal, JournalEntry
 from router.kept import Kept
 from router.known_texts import KnownTexts
 from router.merging import merge
@@ -54,7 +54,7 @@ from router.tools.forms import TAIL, Forms
 from router.tools.reading import Reader
 from router.transcript import Said, Transcript
 from router.turnstile import Turnstile
-from router.validate import Ask, AskSampling, Context, Limits, check, predicts_too_much, recommend, resolve
+from router.validate import Ask, AskSampling, Context, RequestLimits, check, predicts_too_much, recommend, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class GenerateService:
         self.model_name = model.name
         self._tokenizer = text.tokenizer
         self._recommended = text.recommended
-        self._limits = Limits(max_choices=config.max_choices, max_answer_tokens=config.max_answer_tokens)
+        self._limits = RequestLimits(max_choices=config.max_choices, max_answer_tokens=config.max_answer_tokens)
         self._forms = text.forms
         self._grammars = GrammarCheck(text.path, text.tokenizer.vocab_size, draws.clock)
         self._dispatcher = dispatcher
@@ -237,7 +237,9 @@ class GenerateService:
         receipt.check(ask.request_id, ask.tenant, served.model_fingerprint, time())
         return receipt
 
-    async def _serve(self, ask: Ask, receipt: Receipt | None, deadline: float, entry: Entry, degraded: Lost) -> AsyncGenerator[Event, None]:
+    async def _serve(
+        self, ask: Ask, receipt: Receipt | None, deadline: float, entry: JournalEntry, degraded: Lost
+    ) -> AsyncGenerator[Event, None]:
         async with self._gate.place(entry, ask, deadline):
             entry.trace.step = "tokenizing"
             plan = await self._make_plan(ask, receipt, deadline, entry.trace)
@@ -251,13 +253,13 @@ class GenerateService:
                         yield event
 
     def _answers(
-        self, plan: _Plan, ask: Ask, entries: Sequence[Entry], deadline: float
+        self, plan: _Plan, ask: Ask, entries: Sequence[JournalEntry], deadline: float
     ) -> AsyncGenerator[Scores | Pieces | Found | Finished, None]:
         if ask.beams is not None:
             return self._search(plan, entries[0], deadline)
         return self._choices(plan, ask, entries) if plan.others else self._run(plan.request, plan.text, entries[0])
 
-    async def _choices(self, plan: _Plan, ask: Ask, entries: Sequence[Entry]) -> AsyncGenerator[Scores | Pieces | Finished, None]:
+    async def _choices(self, plan: _Plan, ask: Ask, entries: Sequence[JournalEntry]) -> AsyncGenerator[Scores | Pieces | Finished, None]:
         runs = [self._run(*each, entry) for each, entry in zip(((plan.request, plan.text), *plan.others), entries, strict=True)]
         best = Best(ask.n, len(runs), ask.sampling.logprobs) if ask.computed > ask.n else None
         async with aclosing(merge(runs)) as merged:
@@ -322,7 +324,7 @@ class GenerateService:
         return params, stops
 
     def _demanded(self, ask: Ask, prompt_end: str) -> tuple[Ask, tuple[str, ...]]:
-        """With the form of the whole output: of calls that are demanded, and of thinking. And what of it is not enforced."""
+        """The ask with the form of the whole output, of demanded calls and of thinking; and what of it is not enforced."""
         form, relaxed = ask.sampling.structured, tuple[str, ...]()
         if demand := self._forms.demand(ask.setting, prompt_end):
             form, relaxed = demand.grammar, demand.relaxed
@@ -353,7 +355,7 @@ class GenerateService:
         """Raises INVALID_FIELD."""
         return with_effort(ask.setting, self._tokenizer.variables, self._forms.thinking is not None)
 
-    async def _run(self, request: Request, text: Transcript, entry: Entry) -> AsyncGenerator[Scores | Pieces | Finished, None]:
+    async def _run(self, request: Request, text: Transcript, entry: JournalEntry) -> AsyncGenerator[Scores | Pieces | Finished, None]:
         if request.finish is None:  # else the output had ended when its stream broke
             async with aclosing(self._dispatcher.generate(request)) as batches:
                 async for tokens in batches:
@@ -372,7 +374,7 @@ class GenerateService:
         entry.finish = reason
         yield self._finished(request, reason, text, rest)
 
-    async def _search(self, plan: _Plan, entry: Entry, deadline: float) -> AsyncGenerator[Found | Finished, None]:
+    async def _search(self, plan: _Plan, entry: JournalEntry, deadline: float) -> AsyncGenerator[Found | Finished, None]:
         request = plan.request
         async with aclosing(self._dispatcher.generate(request)) as batches:
             async for _ in batches:
@@ -400,7 +402,7 @@ class GenerateService:
         return await self._pool.run(encode, ask.text or "", most, within_s=left), None
 
     async def _speculation(self, ask: Ask, served: Served, deadline: float) -> Speculation:
-        """With the token ids of a prediction that is text. Raises INVALID_FIELD, as `check` does for what it can know."""
+        """The speculation with the token ids of a prediction that is text. Raises INVALID_FIELD, as `check` does for what it can know."""
         if ask.predicted_text is None:
             return ask.speculation
         field = "prediction.text"
@@ -459,12 +461,12 @@ def _scores(request: Request) -> Iterator[Scores]:
         yield Scores(tuple(told[start : start + SCORES_AT_ONCE]))
 
 
-def _pieces(tokens: Tokens, start: int, text: Transcript) -> tuple[Piece, ...]:
+def _pieces(tokens: Tokens, start: int, text: Transcript) -> tuple[TextPiece, ...]:
     """The pieces of the tokens, up to a stop string that ends the output. `start`: index of the first token in the output."""
     made = []
     for index, token in enumerate(tokens, start):
         said = text.push(token.id)
-        made.append(Piece(index, token, said.text, said.deltas))
+        made.append(TextPiece(index, token, said.text, said.deltas))
         if text.ended:
             break
     return tuple(made)

@@ -26,7 +26,7 @@ class Objectives:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class RequestTimes:
     """The times of one request, in seconds. `stages`: those of `baton.stages.STAGES`."""
 
     stages: Mapping[str, float]
@@ -38,7 +38,7 @@ class Times:
     prefill_compute_s: float = 0.0
 
 
-def missed_because(objectives: Objectives, times: Times) -> str | None:
+def missed_because(objectives: Objectives, times: RequestTimes) -> str | None:
     """The stage that took most of the first missed objective, in the order TTFT, TPOT, E2E. None: all objectives are met."""
     for name, limit in objectives.limits.items():
         value = {"ttft": times.ttft_s, "tpot": times.tpot_s, "e2e": times.e2e_s}[name]

@@ -58,7 +58,7 @@ class Split:
         return self.judge()
 
     def judge(self) -> str:
-        """As `alarm`."""
+        """See `alarm`."""
         return self._unsplit() or self._detour()
 
     def _unsplit(self) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from baton.cluster.records import BlockEvent, WorkerRecord
 from baton.recorder.frozen import Chain, Freezer
-from baton.recorder.recording import Source
+from baton.recorder.recording import TapeSource
 from baton.recorder.tape import Kept, Stretch, Tape
 from router.prefix_index import TABLES, Filling, PrefixIndex
 
@@ -82,7 +82,7 @@ class RouterTape:
                 tape.follow(name, thing, METHODS[name], kept.get(name), {"fill": fill_told} if name == "index" else None)
         tape.opened(objects["members"], "tell")
         self._follow_fillings(objects["index"])
-        self.source = Source(tape, {"shared": frozenset({WorkerRecord})})
+        self.source = TapeSource(tape, {"shared": frozenset({WorkerRecord})})
 
     def _state(self) -> tuple[Any, int]:
         freezer = Freezer(LEFT_OUT)
@@ -172,7 +172,7 @@ class _Base:
 
 
 def _kept(base: _Base) -> dict[str, dict[str, Kept]]:
-    """By object and method: for calls whose arguments change later, or would weigh too much."""
+    """What is kept, by object and method, of calls whose arguments change later or would weigh too much."""
     return {
         "policy": _kept_of_policy(base),
         "index": _kept_of_index(base),

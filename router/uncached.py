@@ -43,7 +43,7 @@ class Sought:
 
 @dataclass(frozen=True, slots=True)
 class Uncached:
-    """In tokens; see the head of this file. The sum of `causes` is what was computed."""
+    """Counts of tokens; see the head of this file. The sum of `causes` is what was computed."""
 
     promised: int
     reachable: int
@@ -81,7 +81,7 @@ class Prompt:
 
 
 class Explainer:
-    """For the prompts of one model."""
+    """Explains the prompts of one model."""
 
     def __init__(self, model: ServedModel, fetch_tokens: int, load_tokens: int, caching: bool) -> None:
         """`fetch_tokens`, `load_tokens`: see `router.policy.Terms`. `caching`: whether the workers keep what they computed."""

@@ -34,7 +34,7 @@ _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     max_prompt_bytes: int = 1 << 20  # UTF-8, all messages of a chat together
     max_prompt_ids: int = 1 << 20
     max_messages: int = 1000
@@ -52,7 +52,7 @@ class Limits:
     max_answer_tokens: int = 1 << 17  # of all of them together
 
 
-LIMITS = Limits()
+LIMITS = RequestLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ _BIAS = Range(-100, 100)
 
 def check(
     ask: Ask,
-    limits: Limits,
+    limits: RequestLimits,
     served_names: Collection[str],
     vocab_size: int,
     context: Context | None = None,
@@ -183,7 +183,9 @@ def recommend(asked: AskSampling, recommended: Recommended) -> AskSampling:
     return replace(asked, default_max_tokens=most, **numbers)
 
 
-def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int, limits: Limits = LIMITS) -> tuple[SamplingParams, tuple[str, ...]]:
+def resolve(
+    ask: Ask, prompt_tokens: int, context: int, draw_seed: int, limits: RequestLimits = LIMITS
+) -> tuple[SamplingParams, tuple[str, ...]]:
     """Returns the complete parameters and the stop strings of an ask that passed `check`. `context`: longest prompt plus output, in tokens.
 
     Raises CONTEXT_LENGTH if the prompt leaves no room for an output, or not for as many tokens as were requested; INVALID_FIELD if the
@@ -211,7 +213,7 @@ def resolve(ask: Ask, prompt_tokens: int, context: int, draw_seed: int, limits: 
     return params, asked.stop
 
 
-def _most_tokens(ask: Ask, prompt_tokens: int, context: int, limits: Limits) -> int:
+def _most_tokens(ask: Ask, prompt_tokens: int, context: int, limits: RequestLimits) -> int:
     """The longest output, in tokens: as asked for, or what fits the context and, of several choices, the answer. Raises CONTEXT_LENGTH;
     INVALID_FIELD for an empty prompt."""
     asked, field = ask.sampling, _prompt_field(ask)
@@ -253,7 +255,7 @@ def _prompt_field(ask: Ask) -> str:
     return "text" if ask.text is not None else "chat" if ask.messages is not None else "token_ids"
 
 
-def _check_size(ask: Ask, context: Context, limits: Limits) -> None:
+def _check_size(ask: Ask, context: Context, limits: RequestLimits) -> None:
     """Looks at lengths only. A prompt beyond the absolute limits is left to `_prompt`, which reports it as such at no greater cost."""
     if ask.token_ids is not None and context.tokens <= len(ask.token_ids) <= limits.max_prompt_ids:
         raise too_long("token_ids", len(ask.token_ids), context.tokens)
@@ -264,7 +266,7 @@ def _check_size(ask: Ask, context: Context, limits: Limits) -> None:
         raise too_long(_prompt_field(ask), -(-size // context.longest_token), context.tokens, "at least ")
 
 
-def _identity(ask: Ask, limits: Limits) -> Iterator[Violation]:
+def _identity(ask: Ask, limits: RequestLimits) -> Iterator[Violation]:
     if len(ask.request_id) > limits.max_request_id or not (ask.request_id.isascii() and ask.request_id.isprintable()):
         yield Violation("request_id", f"must be at most {limits.max_request_id} printable ASCII characters")
     yield from _text("cache_salt", ask.cache_salt, limits.max_salt)
@@ -272,7 +274,7 @@ def _identity(ask: Ask, limits: Limits) -> Iterator[Violation]:
         yield Violation("priority", "must fit into 32 bits")
 
 
-def _prompt(ask: Ask, limits: Limits, vocab_size: int) -> Iterator[Violation]:
+def _prompt(ask: Ask, limits: RequestLimits, vocab_size: int) -> Iterator[Violation]:
     given = [prompt is not None for prompt in (ask.text, ask.messages, ask.token_ids)]
     if sum(given) != 1:
         yield Violation("prompt", "exactly one of text, chat and token_ids must be set")
@@ -296,7 +298,7 @@ def _prompt(ask: Ask, limits: Limits, vocab_size: int) -> Iterator[Violation]:
             yield from _ids("token_ids.ids", ask.token_ids, vocab_size)
 
 
-def _messages(messages: tuple[tuple[str, str], ...], limits: Limits, others: int) -> Iterator[Violation]:
+def _messages(messages: tuple[tuple[str, str], ...], limits: RequestLimits, others: int) -> Iterator[Violation]:
     """`others`: the size of what the messages hold besides contents."""
     if not 1 <= len(messages) <= limits.max_messages:
         yield Violation("chat.messages", f"must be 1 to {limits.max_messages} messages")
@@ -314,7 +316,7 @@ def _messages(messages: tuple[tuple[str, str], ...], limits: Limits, others: int
         room -= size or 0
 
 
-def _sampling(asked: AskSampling, limits: Limits, vocab_size: int) -> Iterator[Violation]:
+def _sampling(asked: AskSampling, limits: RequestLimits, vocab_size: int) -> Iterator[Violation]:
     for name, allowed in _RANGES.items():
         value = getattr(asked, name)
         if value is not None and (refusal := allowed.refusal(value)):
@@ -348,7 +350,7 @@ def _sampling(asked: AskSampling, limits: Limits, vocab_size: int) -> Iterator[V
                 yield Violation(f"sampling.stop[{i}]", "must not be empty")
 
 
-def _continuation(ask: Ask, limits: Limits, vocab_size: int, context: Context | None) -> Iterator[Violation]:
+def _continuation(ask: Ask, limits: RequestLimits, vocab_size: int, context: Context | None) -> Iterator[Violation]:
     most = ask.sampling.default_max_tokens if ask.sampling.max_tokens is None else ask.sampling.max_tokens
     most = most if context is None else min(most, context.tokens - 1)
     if len(ask.output_so_far) > max(0, most):
@@ -359,8 +361,8 @@ def _continuation(ask: Ask, limits: Limits, vocab_size: int, context: Context | 
         yield Violation("resume", f"must have at most {limits.max_resume} bytes")
 
 
-def _speculation(ask: Ask, limits: Limits, vocab_size: int, context: Context | None, offer: Offer | None) -> Iterator[Violation]:
-    """Without an `offer` no worker is ready, and the request goes no further."""
+def _speculation(ask: Ask, limits: RequestLimits, vocab_size: int, context: Context | None, offer: Offer | None) -> Iterator[Violation]:
+    """If there is no `offer`, no worker is ready and the request goes no further."""
     asked, text = ask.speculation, ask.predicted_text
     if offer is not None and asked.method and asked.method not in offer.names:
         yield Violation("speculation.method", f"must be one of {', '.join(offer.names)}")
@@ -391,7 +393,7 @@ def predicts_too_much(length: int, ask: Ask, context: int) -> str | None:
     return None
 
 
-def _choices(ask: Ask, limits: Limits) -> Iterator[Violation]:
+def _choices(ask: Ask, limits: RequestLimits) -> Iterator[Violation]:
     for name, count in (("n", ask.n), ("best_of", ask.computed)):
         if not 1 <= count <= limits.max_choices:
             yield Violation(name, f"must be from 1 to {limits.max_choices}")
@@ -416,7 +418,7 @@ def _beyond(max_tokens: int) -> str:
     return f"must not be more than max_tokens ({max_tokens}) ids"
 
 
-def _bias(bias: Mapping[int, float], limits: Limits, vocab_size: int) -> Iterator[Violation]:
+def _bias(bias: Mapping[int, float], limits: RequestLimits, vocab_size: int) -> Iterator[Violation]:
     if len(bias) > limits.max_logit_bias:
         yield Violation("sampling.logit_bias", f"must be at most {limits.max_logit_bias} entries")
         return

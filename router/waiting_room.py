@@ -18,36 +18,36 @@ Rank = tuple[Any, ...]  # the lowest goes first; no two are equal
 
 class WaitingRoom:
     def __init__(self) -> None:
-        self._line: list[Place] = []
+        self._line: list[WaitingPlace] = []
 
     def __len__(self) -> int:
         return len(self._line)
 
-    def enter(self, rank: Rank) -> "Place":
-        return Place(self, rank)
+    def enter(self, rank: Rank) -> "WaitingPlace":
+        return WaitingPlace(self, rank)
 
     def call(self, everybody: bool = False) -> None:
         """There may be room now. `everybody`: there is something else to be told, such as that nobody serves any more."""
         for place in self._line if everybody else self._line[:1]:
             place.call()
 
-    def join(self, place: "Place") -> None:
+    def join(self, place: "WaitingPlace") -> None:
         insort(self._line, place, key=lambda each: each.rank)
         if self._line[0] is place:
             place.call()
 
-    def call_after(self, place: "Place") -> None:
+    def call_after(self, place: "WaitingPlace") -> None:
         following = self._line.index(place) + 1
         for each in self._line[following : following + 1]:
             each.call()
 
-    def leave(self, place: "Place") -> None:
+    def leave(self, place: "WaitingPlace") -> None:
         if place.may_look:
             self.call_after(place)
         self._line.remove(place)
 
 
-class Place:
+class WaitingPlace:
     """One's place in the line, as long as the block lasts."""
 
     def __init__(self, room: WaitingRoom, rank: Rank) -> None:

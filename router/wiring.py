@@ -47,7 +47,7 @@ from router.kept import Kept
 from router.lateness import Lateness
 from router.live import Live
 from router.message_bound import check_fields
-from router.peers import Peers
+from router.peers import PeerRouters
 from router.prover import Prover
 from router.rates import Rates, Unlimited, redis_counters
 from router.resume import receipt_key
@@ -95,7 +95,7 @@ class RouterProcess:
         self.incarnation = draw_incarnation()
         self._endpoints: dict[str, str] = {}
         self._membership = Membership(self._registry, self.describe, min(config.redis.heartbeat_s, BEAT_S), stop.fail)
-        self._peers = Peers(self._registry, self.name, config)
+        self._peers = PeerRouters(self._registry, self.name, config)
         self._tracer = make_tracer(config.telemetry, config.cluster.name, "router", self.name)
         self._book = Book("router", model=self._model_name)
         self._journal = self._new_journal()
@@ -333,7 +333,7 @@ class RouterProcess:
                 log.warning("tenant limits take effect after a restart: the router started without any")
 
     def _waits_for(self) -> str:
-        """Without a look at the registry a router knows no worker, and would refuse what other routers serve. One look is enough."""
+        """A router that has not looked at the registry knows no worker, and would refuse what other routers serve. One look is enough."""
         return "" if self._watch and self._watch.reached else "the registry has not answered yet"
 
     async def _set_health(self, serving: bool) -> None:

@@ -99,7 +99,7 @@ class Fork(Protocol):
     """A decode call that begins with another one, for another answer to the same prompt."""
 
     def events(self) -> AsyncGenerator[DecodeEvent, None]:
-        """As those of `Workers.decode`. Called once. The call may also end with an error of the one that it begins with."""
+        """The events are those of `Workers.decode`. Called once. The call may also end with an error of the one that it begins with."""
         ...
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ def _overload_aims() -> Iterator[Aim]:
 
 
 def _plan_aims() -> Iterator[Aim]:
-    """Of the simulator and the planner."""
+    """The aims of the simulator and the planner."""
     found = load("simulate")
     judged = found["judged"]
     errors = judged["errors"]["all but TTFT P99"]

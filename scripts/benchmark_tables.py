@@ -365,7 +365,7 @@ def _guessed(row: dict[str, Any]) -> bool:
 
 
 def acceptance() -> str:
-    """Of the guesses at each place, how many became output; over all batches."""
+    """How many of the guesses at each place became output; over all batches."""
     places, table = range(1, 9), []
     rows = [row for row in load("speculation")["rows"] if "peer" not in row]
     for (model, text, heat, method), each in groupby(rows_by(rows), key=cell_of):

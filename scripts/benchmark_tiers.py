@@ -21,7 +21,7 @@ def tiers() -> str:
 
 
 def _lasting(told: dict[str, Any]) -> dict[str, Any]:
-    """Of a tier to which nothing returns: what it costs once it has seen that."""
+    """What a tier to which nothing returns costs once it has seen that."""
     lasting: dict[str, Any] = told.get("watching", told)  # results of before had nothing else
     return lasting
 

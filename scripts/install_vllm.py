@@ -43,7 +43,7 @@ def requirements(root: Path = ROOT) -> tuple[str, ...]:
 
 
 def key(root: Path = ROOT) -> str:
-    """Of everything that decides which packages are installed, but for new versions in the index."""
+    """The key of everything that decides which packages are installed, but for new versions in the index."""
     parts = (sys.version, sys.base_prefix, os.uname().machine, RECIPE.read_text(), NIXL, *requirements(root))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -114,7 +114,8 @@ def reduced(graph: Mapping[str, set[str]]) -> dict[str, list[str]]:
 
 
 def arrow(start: Box, end: Box) -> str:
-    """From the bottom of one box to the top of another, or upwards; into the left side of one within the frame, or in the same row."""
+    """An arrow from the bottom of one box to the top of another, or upwards; into the left side of one within the frame, or in the same
+    row."""
     if end.kind == "engine" != start.kind:
         x1, y1 = (start.x + WIDE, start.y + HIGH / 2) if start.row == end.row else (start.x + WIDE * 0.7, start.y + HIGH)
         x2, y2 = end.x - 2, end.y + HIGH / 2

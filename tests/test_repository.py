@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import itertools
 import re
 import subprocess
 import sys
@@ -449,6 +450,49 @@ def test_a_circle_of_rooms_is_detected() -> None:
     assert not by_room({"baton.engine.cpu.a": {"baton.engine.cpu.b"}})["baton.engine.cpu"]
 
 
+# Public classes that may share a name where readers meet both.
+SHARED_NAMES = {"State"}  # of a sequence, and of a worker that is put aside: recordings name both
+
+
+def top_room(module: str) -> str:
+    """Sub-rooms are one room here."""
+    return ".".join(module.split(".")[: 2 if module.startswith("baton.") else 1])
+
+
+def shared_names(texts: dict[str, str]) -> dict[str, set[str]]:
+    """name → the modules that define a public class of it, two or more in one room, or in rooms of which one imports the other."""
+    near = {(top_room(module), top_room(other)) for module, others in file_graph(texts).items() for other in others}
+    homes: dict[str, list[str]] = {}
+    for module, text in texts.items():
+        for node in ast.walk(parsed(text)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    found: dict[str, set[str]] = {}
+    for name, modules in homes.items():
+        for one, other in itertools.combinations(modules, 2):
+            rooms = top_room(one), top_room(other)
+            if rooms[0] == rooms[1] or rooms in near or rooms[::-1] in near:
+                found.setdefault(name, set()).update((one, other))
+    return found
+
+
+def test_no_two_classes_that_readers_meet_share_a_name() -> None:
+    texts = {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text() for path in sources() if path.name != "__init__.py"}
+    found = shared_names(texts)
+    assert not {name: modules for name, modules in found.items() if name not in SHARED_NAMES}
+    assert found.keys() == SHARED_NAMES, "an exception that nothing needs"
+
+
+def test_a_name_of_two_classes_is_detected() -> None:
+    """Negative control: in one room, in its sub-rooms, and across an import; not between rooms that know nothing of each other."""
+    a = "class A: pass"
+    assert shared_names({"router.b": a, "router.http.c": a}) == {"A": {"router.b", "router.http.c"}}
+    assert shared_names({"baton.engine.core.b": a, "baton.engine.gpu.c": a})
+    assert shared_names({"kvtransfer.b": a, "baton.cluster.c": a, "baton.cluster.d": "", "kvtransfer.e": "from baton.cluster import d"})
+    assert not shared_names({"router.b": a, "loadtest.c": a, "router.d": "import baton.stages", "baton.stages": "", "baton.client": a})
+    assert not shared_names({"router.b": a.replace("A", "_A"), "router.c": a.replace("A", "_A")})
+
+
 CLOCKS = {f"time.{name}{unit}" for name in ("monotonic", "perf_counter", "time") for unit in ("", "_ns")}
 # All that acts reads the clock of its event loop (`baton.clock`) or is given one. Who reads another clock, and why.
 OTHER_CLOCKS = {
@@ -662,6 +706,32 @@ def test_what_emits_code_is_not_nested(path: Path) -> None:
 def test_a_third_function_inside_two_is_detected() -> None:
     """Negative control."""
     assert inmost(parsed("class A:\n def f():\n  if x:\n   def g():\n    def h(): pass")) == 3 and inmost(parsed("def f(): pass")) == 1
+
+
+PREPOSITION = re.compile(
+    r"(?:about|above|across|after|against|along|among|around|as|at|before|behind|below|beneath|beside|between|beyond|"
+    r"by|during|for|from|in|inside|into|like|near|of|off|on|onto|out|outside|over|past|per|since|through|"
+    r"throughout|to|toward|towards|under|until|upon|via|with|within|without)\b",
+    re.IGNORECASE,
+)
+
+
+def fragments(text: str) -> list[str]:
+    """Docstrings that begin with a preposition: a reader has to find out what they are about."""
+    nodes = (node for node in ast.walk(parsed(text)) if isinstance(node, FUNCTION | ast.ClassDef | ast.Module))
+    found = [docstring for node in nodes if (docstring := ast.get_docstring(node))]
+    return [docstring for docstring in found if PREPOSITION.match(docstring)]
+
+
+@for_each([*sources(), *sorted((ROOT / "scripts").glob("*.py"))], within)
+def test_docstrings_say_what_they_are_about(path: Path) -> None:
+    assert not fragments(path.read_text())
+
+
+def test_a_docstring_without_its_subject_is_detected() -> None:
+    """Negative control."""
+    assert fragments('"""Of one layer."""') and fragments('class A:\n def f():\n  """\n  To be called first."""')
+    assert not fragments('"""Up to ten keys."""\ndef f():\n "Office hours."\ndef g(): pass')
 
 
 DEEP = "def f():\n if a:\n  for b in c:\n   with d:\n    try:\n     {}\n    finally:\n     pass"

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import grpc
 
-from baton.access.options import Identity, Place
+from baton.access.options import ClientIdentity, ClusterOptions
 from baton.access.profile import Profile, read
 from baton.client import Client, channel_options, targets_of
 from baton.cluster.config import ConfigError, SecurityConfig
@@ -41,7 +41,7 @@ Endpoint = Literal["grpc", "admin", "http"]
 @dataclass(frozen=True, slots=True)
 class Access:
     address: str
-    identity: Identity
+    identity: ClientIdentity
     options: tuple[tuple[str, Any], ...] = ()
     others: tuple[str, ...] = ()  # where the same cluster can be reached, too
 
@@ -67,7 +67,7 @@ class Access:
         return grpc.ssl_channel_credentials(*(file.read_bytes() if file else None for file in files))
 
 
-def find(endpoint: Endpoint, place: Place, identity: Identity, env: Mapping[str, str] = os.environ) -> Access:
+def find(endpoint: Endpoint, place: ClusterOptions, identity: ClientIdentity, env: Mapping[str, str] = os.environ) -> Access:
     """Raises StateError, ConfigError, and BatonError for a release that cannot be reached."""
     profile = read(env)
     if place.release is not None:
@@ -76,7 +76,7 @@ def find(endpoint: Endpoint, place: Place, identity: Identity, env: Mapping[str,
     if address is None:
         running = state.need(place.name or profile.name or DEFAULT_NAME)
         files: dict[str, Any] = {name: Path(file) if name != "server_name" else file for name, file in running.tls.items()}
-        own, last = Identity(**files), Identity(api_key=profile.api_key)
+        own, last = ClientIdentity(**files), ClientIdentity(api_key=profile.api_key)
         shown = replace(identity, api_key=running.token or identity.api_key) if endpoint == "admin" else identity
         first, *others = _by_reach(running, endpoint)
         return Access(first, _checked(_first(shown, own, last)), (NO_PROXY,), tuple(others))
@@ -88,13 +88,13 @@ def find(endpoint: Endpoint, place: Place, identity: Identity, env: Mapping[str,
     return Access(first, replace(found, tls=True) if address.startswith(TLS) else found, others=tuple(others))
 
 
-def _in_kubernetes(endpoint: Endpoint, release: ReleaseName, context: str | None, identity: Identity) -> Access:
+def _in_kubernetes(endpoint: Endpoint, release: ReleaseName, context: str | None, identity: ClientIdentity) -> Access:
     forward = reach(release, context, endpoint)
     atexit.register(forward.close)
     return Access(forward.address, forwarded(identity), (NO_PROXY,))
 
 
-def forwarded(identity: Identity) -> Identity:
+def forwarded(identity: ClientIdentity) -> ClientIdentity:
     """A certificate names the service, and never the address of the port-forward."""
     return replace(identity, server_name=identity.server_name or SecurityConfig().server_name) if identity.tls else identity
 
@@ -115,30 +115,30 @@ def _accepts(address: str) -> bool:
 
 
 def identify(
-    identity: Identity, config: list[Path] | None = None, env: Mapping[str, str] = os.environ, profile: Profile | None = None
-) -> Identity:
+    identity: ClientIdentity, config: list[Path] | None = None, env: Mapping[str, str] = os.environ, profile: Profile | None = None
+) -> ClientIdentity:
     """Completes what the flags leave open. Raises ConfigError."""
     profile = read(env) if profile is None else profile
-    own = Identity(**{name: getattr(profile, name) for name in Identity.__slots__})
+    own = ClientIdentity(**{name: getattr(profile, name) for name in ClientIdentity.__slots__})
     return _checked(_first(identity, _of_a_server(config, env), own))
 
 
-def _of_a_server(config: list[Path] | None, env: Mapping[str, str]) -> Identity:
+def _of_a_server(config: list[Path] | None, env: Mapping[str, str]) -> ClientIdentity:
     loaded = load(config or [], env)
     security = loaded.config.security
     files: dict[str, Any] = {name: Path(file) for name in ("ca", "cert", "key") if (file := getattr(security, f"tls_{name}"))}
     named = files or loaded.sources["security.server_name"] != "default"
-    return Identity(**files, server_name=security.server_name if named else None)
+    return ClientIdentity(**files, server_name=security.server_name if named else None)
 
 
-def _first(*layers: Identity) -> Identity:
+def _first(*layers: ClientIdentity) -> ClientIdentity:
     """Each value from the first layer that has it."""
-    values = {field.name: [getattr(layer, field.name) for layer in layers] for field in fields(Identity)}
+    values = {field.name: [getattr(layer, field.name) for layer in layers] for field in fields(ClientIdentity)}
     first: dict[str, Any] = {name: next(filter(None, given), given[-1]) for name, given in values.items()}
-    return Identity(**first)
+    return ClientIdentity(**first)
 
 
-def _checked(identity: Identity) -> Identity:
+def _checked(identity: ClientIdentity) -> ClientIdentity:
     """Checks the files, and switches TLS on if one is named. Raises ConfigError."""
     if (identity.cert is None) != (identity.key is None):
         raise ConfigError("cert and key go together: give both or neither")

@@ -13,7 +13,7 @@ from baton.launch.pods import ReleaseName, parse_release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ClusterOptions:
     """Which cluster."""
 
     address: Annotated[
@@ -47,7 +47,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class ClientIdentity:
     """Whom the client trusts, and how it proves who it is."""
 
     tls: Annotated[bool, typer.Option("--tls", help="Use TLS, with the system's authorities unless --ca names another.")] = False

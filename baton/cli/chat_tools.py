@@ -51,7 +51,7 @@ class Toolbox:
 
     @property
     def definitions(self) -> list[dict[str, str]]:
-        """As `baton.Client.generate` takes them."""
+        """The tools in the form that `baton.Client.generate` takes."""
         return [
             {"name": name, "description": what, "parameters": json.dumps({"type": "object", "properties": properties})}
             for name, (what, properties, _) in self._offered.items()

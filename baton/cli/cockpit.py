@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from baton.access.access import identify
-from baton.access.options import Identity, Place
+from baton.access.options import ClientIdentity, ClusterOptions
 from baton.cli.failing import failing
 from loadtest.options import takes
 
@@ -20,7 +20,7 @@ err = Console(stderr=True, highlight=False, emoji=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class CockpitOptions:
     """Options of `cockpit`."""
 
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page, on loopback; 0: any free one.")] = PORT
@@ -30,8 +30,8 @@ class Opening:
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the address, and open nothing.")] = False
 
 
-@takes(Opening, Place, Identity)
-def cockpit(opening: Opening, place: Place, identity: Identity) -> None:
+@takes(CockpitOptions, ClusterOptions, ClientIdentity)
+def cockpit(opening: CockpitOptions, place: ClusterOptions, identity: ClientIdentity) -> None:
     """Open the cockpit: seven experiments with sliders and live charts, on the running cluster and in the simulator, and the calculators.
     It listens on loopback until Ctrl-C. Here, `--address` is not used: the cockpit needs the gRPC and the admin door of a cluster."""
     with failing(err):
@@ -45,7 +45,7 @@ def cockpit(opening: Opening, place: Place, identity: Identity) -> None:
         asyncio.run(serve(opening.port, place, own, opening.profile, partial(_ready, opening)))
 
 
-def _ready(opening: Opening, url: str) -> None:
+def _ready(opening: CockpitOptions, url: str) -> None:
     print(url, flush=True)
     err.print("Ctrl-C ends the cockpit", style="dim")
     if not opening.no_browser:

@@ -25,7 +25,7 @@ from baton.cluster.address import advertised
 from baton.cluster.config import PORTS, Config, ConfigError
 from baton.cluster.config_layers import mask_password, to_env
 from baton.cluster.device import NOT_BUILT, ROCM, too_old, torch_build
-from baton.cluster.gpus import Host, find, unusable
+from baton.cluster.gpus import HostGpus, find, unusable
 from baton.cluster.packages import command
 from baton.cluster.redis_registry import RedisRegistry
 from baton.engine.core.kvcache import KvLayout, KvPool
@@ -92,7 +92,7 @@ def _settled(config: Config) -> tuple[Config, list[Finding]]:
     return config, [Finding("warn", "gpus", settled.note)] if settled.note else []
 
 
-def gpus(host: Host, built: str, quick: bool, device: str) -> Iterator[Finding]:
+def gpus(host: HostGpus, built: str, quick: bool, device: str) -> Iterator[Finding]:
     """`built`: as `torch_build` tells; `device`: on which workers would compute here."""
     if not host.gpus:
         yield Finding("ok" if device == "cpu" else "warn", "gpus", f"none: {host.reason}")

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from baton.cli.options import Fetching
 from baton.models.fetch import fetcher
-from baton.models.fetch.fetcher import How
+from baton.models.fetch.fetcher import FetchOptions
 from baton.models.fetch.store import FetchError, Wanted
 from baton.models.fetch.stores import check, connect, included
 
@@ -31,7 +31,7 @@ def run(asked: Fetching, err: Console) -> None:
             fetcher.wait(wanted, asked.folder, asked.within_s, say)
         else:
             _take_secrets(asked)
-            how = How(attempts=asked.attempts, lock_s=asked.within_s, unverified=asked.unverified, verify=asked.verify)
+            how = FetchOptions(attempts=asked.attempts, lock_s=asked.within_s, unverified=asked.unverified, verify=asked.verify)
             store = partial(connect, wanted, asked.stall_s, str(asked.ca or ""))
             made = fetcher.fetch(wanted, asked.folder, store, how, say)
             size = fetcher.amount(sum(entry.size for entry in made.files.values()))

@@ -10,9 +10,9 @@ import grpc
 from rich.console import Console
 
 from baton.access.access import DEFAULT_NAME, find
-from baton.access.options import Identity, Place
+from baton.access.options import ClientIdentity, ClusterOptions
 from baton.cli.interrupt import interruptible
-from baton.cli.options import Reading
+from baton.cli.options import LogsOptions
 from baton.client import leave
 from baton.cluster import log_file
 from baton.cluster.errors import invalid
@@ -24,7 +24,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 TIMEOUT_S = 60.0
 
 
-def show(process: str, lines: int, follow: bool, place: Place, identity: Identity) -> None:
+def show(process: str, lines: int, follow: bool, place: ClusterOptions, identity: ClientIdentity) -> None:
     """Asks the cluster. If it cannot answer, because the process or every router is dead, shows the file that a cluster of this machine
     left. Raises StateError, ConfigError, grpc.RpcError."""
     asked = worker_pb2.AdminLogsRequest(name=process, lines=lines, follow=follow)
@@ -43,7 +43,7 @@ def show(process: str, lines: int, follow: bool, place: Place, identity: Identit
             _write(file.read(log_file.MOST_BYTES))
 
 
-def show_pod(release: ReleaseName, context: str | None, reading: Reading, err: Console) -> None:
+def show_pod(release: ReleaseName, context: str | None, reading: LogsOptions, err: Console) -> None:
     """Asks the API server, so it works for a pod that is down, too. Raises ConfigError, BatonError."""
     api = connect(context)
     api.release(release)

@@ -22,7 +22,7 @@ from rich.status import Status
 from rich.text import Text
 
 from baton.access.access import DEFAULT_NAME, find
-from baton.access.options import Identity, Place
+from baton.access.options import ClientIdentity, ClusterOptions
 from baton.cli import view
 from baton.cli.admin import read_status
 from baton.cli.cockpit import cockpit
@@ -30,20 +30,20 @@ from baton.cli.failing import failing
 from baton.cli.gguf_files import folder_of
 from baton.cli.interrupt import interruptible
 from baton.cli.options import (
-    Answering,
+    AnswerOptions,
     Beaming,
+    ChatOptions,
     ConfigFiles,
     Evaluating,
     Fetching,
-    Json,
-    Listing,
+    JsonOption,
+    ListOptions,
+    LogsOptions,
     OnePrompt,
     OneRequest,
-    Opening,
     Quantising,
-    Reading,
+    ScaleOptions,
     Serving,
-    Sizes,
     Start,
     Watching,
     numbers,
@@ -110,8 +110,8 @@ def up(asked: Start) -> None:
 
 
 @app.command()
-@takes(Place, Identity)
-def down(place: Place, identity: Identity) -> None:
+@takes(ClusterOptions, ClientIdentity)
+def down(place: ClusterOptions, identity: ClientIdentity) -> None:
     """Let running requests finish, then stop the cluster. With `--address`, the router's admin address, from any host."""
     from baton.cli.up import end, end_from_afar
 
@@ -125,8 +125,8 @@ def down(place: Place, identity: Identity) -> None:
 
 
 @app.command()
-@takes(Reading, Place, Identity)
-def logs(reading: Reading, place: Place, identity: Identity) -> None:
+@takes(LogsOptions, ClusterOptions, ClientIdentity)
+def logs(reading: LogsOptions, place: ClusterOptions, identity: ClientIdentity) -> None:
     """Print the log of a router or worker, wherever it runs. Here, `--address` is the router's admin address."""
     from baton.cli.logs import show, show_pod
 
@@ -198,8 +198,8 @@ def quantize(asked: Quantising) -> None:
 
 
 @app.command()
-@takes(Sizes, Place, Identity)
-def scale(sizes: Sizes, place: Place, identity: Identity) -> None:
+@takes(ScaleOptions, ClusterOptions, ClientIdentity)
+def scale(sizes: ScaleOptions, place: ClusterOptions, identity: ClientIdentity) -> None:
     """Resize a pool while it serves. Here, `--address` is the router's admin address."""
     with _failing():
         if place.release is not None:
@@ -214,8 +214,10 @@ def scale(sizes: Sizes, place: Place, identity: Identity) -> None:
 
 
 @app.command()
-@takes(OnePrompt, Answering, Beaming, numbers(), Place, Identity)
-def generate(one: OnePrompt, answering: Answering, beaming: Beaming, sampling: object, place: Place, identity: Identity) -> None:
+@takes(OnePrompt, AnswerOptions, Beaming, numbers(), ClusterOptions, ClientIdentity)
+def generate(
+    one: OnePrompt, answering: AnswerOptions, beaming: Beaming, sampling: object, place: ClusterOptions, identity: ClientIdentity
+) -> None:
     """Stream the answer to one prompt."""
     with _failing():
         asked = _options(answering, sampling) | {
@@ -252,8 +254,8 @@ def generate(one: OnePrompt, answering: Answering, beaming: Beaming, sampling: o
 
 
 @app.command()
-@takes(Opening, Answering, numbers(temperature=CHAT_TEMPERATURE), Place, Identity)
-def chat(opening: Opening, answering: Answering, sampling: object, place: Place, identity: Identity) -> None:
+@takes(ChatOptions, AnswerOptions, numbers(temperature=CHAT_TEMPERATURE), ClusterOptions, ClientIdentity)
+def chat(opening: ChatOptions, answering: AnswerOptions, sampling: object, place: ClusterOptions, identity: ClientIdentity) -> None:
     """Talk to the model, turn by turn. Each line piped in is a turn."""
     from baton.cli.chat import Conversation, talk
     from baton.cli.chat_tools import Toolbox
@@ -265,8 +267,8 @@ def chat(opening: Opening, answering: Answering, sampling: object, place: Place,
 
 
 @app.command()
-@takes(Json, Place, Identity)
-def status(shown: Json, place: Place, identity: Identity) -> None:
+@takes(JsonOption, ClusterOptions, ClientIdentity)
+def status(shown: JsonOption, place: ClusterOptions, identity: ClientIdentity) -> None:
     """Show endpoints, workers, load and leases. Here, `--address` is the router's admin address."""
     with _failing():
         with find("admin", place, identity).channel() as channel:
@@ -279,8 +281,8 @@ def status(shown: Json, place: Place, identity: Identity) -> None:
 
 
 @app.command()
-@takes(Serving, Place, Identity)
-def roles(wanted: Serving, place: Place, identity: Identity) -> None:
+@takes(Serving, ClusterOptions, ClientIdentity)
+def roles(wanted: Serving, place: ClusterOptions, identity: ClientIdentity) -> None:
     """Change what a worker serves while it runs. A role that is not named drains. Here, `--address` is the router's admin address."""
     with _failing():
         with find("admin", place, identity).channel() as channel:
@@ -292,14 +294,14 @@ def roles(wanted: Serving, place: Place, identity: Identity) -> None:
 
 
 @app.command()
-@takes(OneRequest, Listing, Json, Place, Identity)
-def trace(one: OneRequest, listing: Listing, shown: Json, place: Place, identity: Identity) -> None:
+@takes(OneRequest, ListOptions, JsonOption, ClusterOptions, ClientIdentity)
+def trace(one: OneRequest, listing: ListOptions, shown: JsonOption, place: ClusterOptions, identity: ClientIdentity) -> None:
     """List the requests that finished, or draw the stages of one. Here, `--address` is the router's admin address."""
     from baton.cli.trace import draw, draw_list, fetch, fetch_list
 
     with _failing():
         single = one.last or one.request is not None
-        if (one.last and one.request is not None) or (single and listing != Listing()):
+        if (one.last and one.request is not None) or (single and listing != ListOptions()):
             raise typer.BadParameter("name one request, or --last, or options of the list")
         admin = find("admin", place, identity)
         if single:
@@ -316,8 +318,8 @@ def trace(one: OneRequest, listing: Listing, shown: Json, place: Place, identity
 
 
 @app.command()
-@takes(Watching, Place, Identity)
-def top(watching: Watching, place: Place, identity: Identity) -> None:
+@takes(Watching, ClusterOptions, ClientIdentity)
+def top(watching: Watching, place: ClusterOptions, identity: ClientIdentity) -> None:
     """Watch workers, running requests and recent ones. Here, `--address` is the router's admin address."""
     from baton.cli.top import run
 
@@ -403,7 +405,7 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _options(answering: Answering, sampling: object) -> dict[str, Any]:
+def _options(answering: AnswerOptions, sampling: object) -> dict[str, Any]:
     """Keywords of `Client.generate`; `sampling` is an object of a class that `numbers` made."""
     return {**vars(sampling), "max_tokens": answering.max_tokens, "seed": answering.seed, "timeout_s": answering.timeout}
 

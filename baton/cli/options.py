@@ -46,7 +46,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answering:
+class AnswerOptions:
     """Options of both `generate` and `chat`, apart from the numbers of the sampler."""
 
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of the answer.")] = None
@@ -95,7 +95,7 @@ class OnePrompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class ChatOptions:
     """Options of `chat` only."""
 
     system: Annotated[str | None, typer.Option(help="System message.")] = None
@@ -106,12 +106,12 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Json:
+class JsonOption:
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class ScaleOptions:
     """Options of `scale`."""
 
     prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers; as many as now by default.")] = None
@@ -128,7 +128,7 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class LogsOptions:
     """Options of `logs`."""
 
     process: Annotated[str, typer.Argument(help="Name of the router or worker, as shown by `baton status`.")]
@@ -145,7 +145,7 @@ class OneRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
+class ListOptions:
     """Options of `trace` for its list."""
 
     listed: Annotated[bool, typer.Option("--list", help="List the requests that finished; so does `trace` without a request.")] = False

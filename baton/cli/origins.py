@@ -6,13 +6,13 @@ from pathlib import Path
 
 from baton.cluster.config import Config
 from baton.cluster.config_layers import Loaded
-from baton.cluster.device import Asked, Choice, choose
+from baton.cluster.device import Asked, DeviceChoice, choose
 from baton.engine.defaults import DeviceFacts, settle, stored_dtype
 from baton.engine.options import Options
 
 
-def origins(loaded: Loaded, choice: Choice | None = None) -> dict[str, str]:
-    """By dotted key. `choice`: what `engine.device` means here, if that is known already."""
+def origins(loaded: Loaded, choice: DeviceChoice | None = None) -> dict[str, str]:
+    """Origins by dotted key. `choice`: what `engine.device` means here, if that is known already."""
     engine, found = loaded.config.engine, dict(loaded.sources)
     facts = _facts(engine.device, choice)
     if engine.device == "auto":
@@ -26,8 +26,8 @@ def origins(loaded: Loaded, choice: Choice | None = None) -> dict[str, str]:
     return found
 
 
-def _facts(asked: Asked, choice: Choice | None) -> DeviceFacts:
-    """With a device that is asked for and not here, `baton up` says so; its options are shown all the same."""
+def _facts(asked: Asked, choice: DeviceChoice | None) -> DeviceFacts:
+    """If the device that is asked for is missing, `baton up` says so; its options are shown all the same."""
     try:
         choice = choice or choose(asked)
     except ValueError:

@@ -19,11 +19,11 @@ from baton.plan.search import Configuration, Found, Search, Stock, order, spread
 from baton.plan.shape import KNOWN, shape_of
 from baton.terminal import Fitting
 from loadtest.cli import failing, plan_of
-from loadtest.options import Load, Measured, Target, takes
+from loadtest.options import LoadOptions, MeasureOptions, Target, takes
 
 if TYPE_CHECKING:
     from baton.predict.offered import Offered
-    from baton.predict.verify import Verdict
+    from baton.predict.verify import PlanVerdict
 
 BEST = 5
 SYNTHETIC_S, TRACE_S = 60.0, 1200.0  # of requests that are looked at
@@ -31,7 +31,7 @@ out, err = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planning:
+class PlanOptions:
     """Arguments and options of `plan`, beside the load test's."""
 
     model: Annotated[str, typer.Argument(help=f"Folder with config.json, or one of {', '.join(KNOWN)}.")]
@@ -56,13 +56,13 @@ class Planning:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlanLine:
     """A configuration in the answer."""
 
     made: Configuration
     costs: tuple[float | None, float | None]  # at the ends of the sheet's error
     lacking: tuple[str, ...]
-    verdict: "Verdict | None" = None
+    verdict: "PlanVerdict | None" = None
 
     @property
     def holds(self) -> bool:
@@ -70,16 +70,16 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PlanAnswer:
     asked: Question
-    lines: Sequence[Line]
-    decided: Sequence[advice.Decision]
+    lines: Sequence[PlanLine]
+    decided: Sequence[advice.Advice]
     lost: Sequence[tuple[str, str]]
     notes: Sequence[str]
 
 
-@takes(Planning, Target, Load)
-def plan(given: Planning, target: Target, load: Load) -> None:
+@takes(PlanOptions, Target, LoadOptions)
+def plan(given: PlanOptions, target: Target, load: LoadOptions) -> None:
     """Say which of the GPUs that there are, in which pools, hold the objectives for the least money: by formulae, and the best of them
     simulated. Nothing of it is measured."""
     with failing("baton plan"):
@@ -92,7 +92,7 @@ def plan(given: Planning, target: Target, load: Load) -> None:
         if not found.held:
             raise RuntimeError(nothing(asked, stocks, search, found))
         lines = _lines(found, search, stocks, given, seen)
-        answer = Answer(
+        answer = PlanAnswer(
             asked, lines, advice.decisions(asked, stocks, found, bits),
             advice.losers(found, search, asked, [line.made for line in lines]), seen.notes,
         )  # fmt: skip
@@ -118,7 +118,7 @@ def stocks_of(gpus: Sequence[str], prices: Sequence[str], per_node: int) -> list
 
 
 def _named(field: str, texts: Sequence[str]) -> dict[str, float]:
-    """Of "h100=16,l40s=8"."""
+    """Numbers by name, from "h100=16,l40s=8"."""
     found: dict[str, float] = {}
     for part in (part.strip() for text in texts for part in text.split(",")):
         name, _, number = part.partition("=")
@@ -147,18 +147,18 @@ def _bits(field: str, text: str) -> list[float]:
     return [float(each) for each in dict.fromkeys(found)]
 
 
-def _offered(target: Target, load: Load) -> "Offered":
+def _offered(target: Target, load: LoadOptions) -> "Offered":
     """Raises ValueError."""
     from baton.predict.offered import offered
 
     if not 0 < target.rate < float("inf"):
         raise ValueError(f"rate: {target.rate:g} is not a finite number above 0")
     length = load.duration if load.duration is not None else TRACE_S if load.arrivals == "trace" else SYNTHETIC_S
-    measured = Measured(seeds="1", warm_up=0.0, cool_down=0.0, timeout=600.0)
+    measured = MeasureOptions(seeds="1", warm_up=0.0, cool_down=0.0, timeout=600.0)
     return offered(plan_of(target.slo, measured, None, replace(load, duration=length)), target.rate)
 
 
-def _question(given: Planning, seen: "Offered") -> Question:
+def _question(given: PlanOptions, seen: "Offered") -> Question:
     """Raises ValueError."""
     try:
         shape = shape_of(given.model)
@@ -186,7 +186,7 @@ def _gpus(one: Configuration) -> str:
     return " + ".join(f"{one.gpus_of(device)} x {device.name}" for device in names)
 
 
-def _lines(found: Found, search: Search, stocks: Sequence[Stock], given: Planning, seen: "Offered") -> list[Line]:
+def _lines(found: Found, search: Search, stocks: Sequence[Stock], given: PlanOptions, seen: "Offered") -> list[PlanLine]:
     """The best ones, those first that hold in the simulator. Simulated are the cheapest, the cheapest that Baton can install, others."""
     shape, lines = search.asked.shape, []
     able = [one for one in found.held if not values.lacking(one, shape, given.per_node)]
@@ -202,11 +202,11 @@ def _lines(found: Found, search: Search, stocks: Sequence[Stock], given: Plannin
         made = verdict.made if verdict else one
         low, high = spread(search.asked, stocks, made)
         costs = None if low is None else min(low.cost, made.cost), None if high is None else max(high.cost, made.cost)
-        lines.append(Line(made, costs, values.lacking(made, shape, given.per_node), verdict))
+        lines.append(PlanLine(made, costs, values.lacking(made, shape, given.per_node), verdict))
     return sorted(lines, key=lambda line: (not line.holds, *order(line.made)))
 
 
-def _warning(lines: Sequence[Line]) -> str:
+def _warning(lines: Sequence[PlanLine]) -> str:
     """What `baton simulate` says first of the same."""
     doubts = dict.fromkeys(doubt for line in lines if line.verdict for doubt in line.verdict.told.doubts)
     if not doubts:
@@ -214,7 +214,7 @@ def _warning(lines: Sequence[Line]) -> str:
     return f"Outside of what was validated: {'; '.join(doubts)}."
 
 
-def _print(answer: Answer) -> None:
+def _print(answer: PlanAnswer) -> None:
     asked, lines = answer.asked, answer.lines
     traffic = asked.traffic
     out.print(_warning(lines), style="bold", markup=False, soft_wrap=True)
@@ -239,7 +239,7 @@ def _print(answer: Answer) -> None:
     _section("why not the others", answer.lost)
 
 
-def _cells(line: Line) -> tuple[str, ...]:
+def _cells(line: PlanLine) -> tuple[str, ...]:
     made, verdict = line.made, line.verdict
     low, high = (f"{cost:.4g}" if cost is not None else "more than there are" for cost in line.costs)
     return (
@@ -249,7 +249,7 @@ def _cells(line: Line) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _simulated(verdict: "Verdict | None") -> str:
+def _simulated(verdict: "PlanVerdict | None") -> str:
     if verdict is None:
         return "not simulated"
     told = verdict.told.figures["attainment"]
@@ -265,7 +265,7 @@ def _section(title: str, rows: Sequence[tuple[str, str]]) -> None:
         out.print(table)
 
 
-def _as_json(answer: Answer) -> Mapping[str, Any]:
+def _as_json(answer: PlanAnswer) -> Mapping[str, Any]:
     asked, lines = answer.asked, answer.lines
     traffic = asked.traffic
     return {
@@ -281,7 +281,7 @@ def _as_json(answer: Answer) -> Mapping[str, Any]:
     }  # fmt: skip
 
 
-def _line_as_json(line: Line, asked: Question) -> Mapping[str, Any]:
+def _line_as_json(line: PlanLine, asked: Question) -> Mapping[str, Any]:
     made, verdict = line.made, line.verdict
     pools = {
         name: {
@@ -298,7 +298,7 @@ def _line_as_json(line: Line, asked: Question) -> Mapping[str, Any]:
     }  # fmt: skip
 
 
-def _write(path: Path, lines: Sequence[Line], asked: Question, max_model_len: int) -> None:
+def _write(path: Path, lines: Sequence[PlanLine], asked: Question, max_model_len: int) -> None:
     """Raises RuntimeError if Baton can install none of them."""
     fit = next((line for line in lines if not line.lacking and line.holds), None)
     if fit is None:

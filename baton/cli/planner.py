@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from baton.cli.failing import failing
-from baton.cli.options import ConfigFiles, Json
+from baton.cli.options import ConfigFiles, JsonOption
 from baton.cluster import config_layers
 from baton.cluster.config import Config
 from baton.cluster.main import read_arguments
@@ -25,7 +25,7 @@ out, err = (Console(stderr=stderr, highlight=False, emoji=False) for stderr in (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planning:
+class PlannerOptions:
     """Options of `planner`."""
 
     context: typer.Context
@@ -36,8 +36,8 @@ class Planning:
     last: Annotated[int, typer.Option(min=1, max=10_000, help="With --why: how many decisions and outcomes.")] = 10
 
 
-@takes(Planning, Json)
-def planner(asked: Planning, shown: Json) -> None:
+@takes(PlannerOptions, JsonOption)
+def planner(asked: PlannerOptions, shown: JsonOption) -> None:
     """Size the pools of a running cluster and change what its workers serve, as the section planner of the configuration says. Keys of the
     configuration are flags, as --planner.budget 4. It finds a cluster that `baton up` started on this host, else redis.url."""
     with failing(err):

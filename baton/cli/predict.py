@@ -18,16 +18,16 @@ from baton.cluster.config import Config
 from baton.cluster.main import read_arguments
 from baton.engine.facts.fields import CheckpointError
 from baton.plan.hardware import DEVICES, MEASURED
-from baton.plan.pools import Kind, sized
+from baton.plan.pools import WorkerKind, sized
 from baton.plan.shape import shape_of
 from baton.plan.sheet import profile_of as of_sheet
 from baton.profile.file import Profile
 from baton.terminal import Fitting
 from loadtest.cli import failing, plan_of, report_on
-from loadtest.options import Load, Measured, Target, takes
+from loadtest.options import LoadOptions, MeasureOptions, Target, takes
 
 if TYPE_CHECKING:
-    from baton.predict.setting import Setting
+    from baton.predict.setting import ClusterSetting
 
 FREE = {"allow_extra_args": True, "ignore_unknown_options": True}
 ConfigFiles = Annotated[list[Path] | None, typer.Option("--config", help="Configuration file (YAML); may be given more than once.")]
@@ -92,8 +92,8 @@ def profile(asked: Profiling, sheet: Sheet) -> None:
     err.print(f"profile {asked.to}", markup=False, soft_wrap=True)
 
 
-@takes(Simulating, Sheet, Target, Measured, Load)
-def simulate(asked: Simulating, sheet: Sheet, target: Target, measured: Measured, load: Load) -> None:
+@takes(Simulating, Sheet, Target, MeasureOptions, LoadOptions)
+def simulate(asked: Simulating, sheet: Sheet, target: Target, measured: MeasureOptions, load: LoadOptions) -> None:
     """Say what the load test would report of a cluster: its own configuration and the router's and the scheduler's own code, in virtual
     time, with steps and handoffs that take what a profile or a sheet of devices says. Every figure is simulated."""
     with failing("baton simulate"):
@@ -127,7 +127,7 @@ def _from_sheet(sheet: Sheet) -> Profile:
         raise ValueError("model: goes with --sheet")
     try:
         shape, device = shape_of(sheet.model), DEVICES[sheet.sheet]
-        return sized(of_sheet(shape, device, MEASURED, devices=sheet.gpus), Kind(device, sheet.gpus), shape)
+        return sized(of_sheet(shape, device, MEASURED, devices=sheet.gpus), WorkerKind(device, sheet.gpus), shape)
     except (CheckpointError, KeyError) as error:
         raise ValueError(f"model: {error.args[0]}") from None
 
@@ -149,7 +149,7 @@ def _flags(config: Config) -> dict[str, str]:
     return found
 
 
-def _setting(asked: Simulating, seen: Profile) -> "Setting":
+def _setting(asked: Simulating, seen: Profile) -> "ClusterSetting":
     from baton.predict.setting import setting_of
 
     return setting_of(_config(asked.context, asked.config), seen, asked.cores)

@@ -45,7 +45,7 @@ def run(asked: Quantising, out: Console, err: Console) -> None:
 
 
 def quality(model: Path, made: Path, speller: Speller, say: Say) -> list[dict[str, Any]]:
-    """Of the original and of the result, as `baton evaluate` measures them."""
+    """Measures the original and the result as `baton evaluate` does."""
     readers = [Reader(configured(folder)) for folder in (model, made)]
     evaluation = Evaluation(readers, speller, Extent(trials=0, questions=False, continuations=0), say)
     evaluation.run(made_texts(speller, READ))

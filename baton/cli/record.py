@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from baton.access.access import find
-from baton.access.options import Identity, Place
+from baton.access.options import ClientIdentity, ClusterOptions
 from baton.cli.admin import read_status
 from baton.cli.failing import failing
 from baton.cluster.config import ConfigError
@@ -32,15 +32,15 @@ err = Console(stderr=True, highlight=False, emoji=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class RecordOptions:
     """Argument and option of `record`."""
 
     file: Annotated[Path, typer.Argument(help="The file that is written, readable by its owner only.")]
     within: Annotated[float, typer.Option(min=1, max=600, help="Seconds for all processes together.")] = 60.0
 
 
-@takes(Recording, Place, Identity)
-def record(asked: Recording, place: Place, identity: Identity) -> None:
+@takes(RecordOptions, ClusterOptions, ClientIdentity)
+def record(asked: RecordOptions, place: ClusterOptions, identity: ClientIdentity) -> None:
     """Write what all processes of a cluster have decided lately to one file. It has no prompt, no answer and no key. A process that does
     not answer is named, and the exit status is 1. Here, `--address` is the router's admin address."""
     with failing(err):

@@ -8,9 +8,9 @@ import grpc
 from rich.console import Console
 
 from baton.access.access import find
-from baton.access.options import Identity, Place
+from baton.access.options import ClientIdentity, ClusterOptions
 from baton.cli.admin import read_status
-from baton.cli.options import Sizes
+from baton.cli.options import ScaleOptions
 from baton.cluster.config import ConfigError
 from baton.cluster.errors import BatonError
 from baton.launch.kubernetes_launcher import KubernetesLauncher
@@ -20,7 +20,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 STATUS_S = 5.0
 
 
-def resize(release: ReleaseName, sizes: Sizes, place: Place, identity: Identity, err: Console) -> str:
+def resize(release: ReleaseName, sizes: ScaleOptions, place: ClusterOptions, identity: ClientIdentity, err: Console) -> str:
     """The sizes that are in force then. Raises ConfigError, BatonError."""
 
     def loads() -> Mapping[str, Load]:
@@ -36,7 +36,7 @@ def resize(release: ReleaseName, sizes: Sizes, place: Place, identity: Identity,
     return asyncio.run(_resize(KubernetesLauncher(release, place.context, loads), sizes, err))
 
 
-async def _resize(launcher: KubernetesLauncher, sizes: Sizes, err: Console) -> str:
+async def _resize(launcher: KubernetesLauncher, sizes: ScaleOptions, err: Console) -> str:
     await launcher.start()
     for role, size in (("prefill", sizes.prefill), ("decode", sizes.decode)):
         for ended in await launcher.resize(role, size) if size is not None else ():

@@ -16,7 +16,7 @@ from loadtest.options import takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizing:
+class SizeOptions:
     """Arguments and options of `size`."""
 
     model: Annotated[str, typer.Argument(help=f"Folder with config.json, or one of {', '.join(KNOWN)}.")]
@@ -40,8 +40,8 @@ class Sizing:
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 
 
-@takes(Sizing)
-def size(given: Sizing) -> None:
+@takes(SizeOptions)
+def size(given: SizeOptions) -> None:
     """Tell what a model needs in memory, and how fast a GPU could serve it at most: formulae, not measurements."""
     if given.gpu.lower() not in DEVICES:
         raise typer.BadParameter(f"{given.gpu!r} is not in the sheet: {', '.join(DEVICES)}", param_hint="--gpu")

@@ -77,7 +77,7 @@ def pausing(keyboard: int) -> Iterator[Callable[[float], bool]]:
 
 
 def watch(look: Callable[[], Snapshot], show: Callable[[Group], None], pause: Callable[[], bool]) -> None:
-    """Until `pause` returns True."""
+    """Shows the cluster until `pause` returns True."""
     seen: deque[Snapshot] = deque()
     shown = Group()
     while True:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from baton.access.access import Access
 from baton.cli.admin import read_records
-from baton.cli.options import Listing
+from baton.cli.options import ListOptions
 from baton.cli.view import (
     BAR_WIDTH,
     STAGE_COLOURS,
@@ -44,7 +44,7 @@ def fetch(admin: Access, request_id: str) -> dict[str, Any]:
     return records[0]
 
 
-def fetch_list(admin: Access, wanted: Listing) -> tuple[list[dict[str, Any]], int]:
+def fetch_list(admin: Access, wanted: ListOptions) -> tuple[list[dict[str, Any]], int]:
     """The records of requests that have ended, in the wanted order, and how many match. Raises RpcError."""
     asked = worker_pb2.TraceRequest(
         last=wanted.limit, sort=wanted.sort, failed=wanted.failed, slower_than=wanted.slower_than, outcome=wanted.outcome,

@@ -23,7 +23,7 @@ from baton.cluster.guard import check_doors
 from baton.cluster.packages import command
 from baton.cluster.records import StartRecord
 from baton.launch import state
-from baton.launch.gpus import Settled, settle
+from baton.launch.gpus import SettledConfig, settle
 from baton.launch.join import configure, draw_label, learn
 from baton.launch.plan import check_launcher, check_model, check_ports, check_shared_ports
 from baton.launch.preflight import check_here
@@ -107,7 +107,7 @@ def end_from_afar(access: Access, err: Console) -> None:
     raise state.StateError(f"the router at {access.address} is still running after {DOWN_WITHIN_S:g} s")
 
 
-def _run(settled: Settled, err: Console, label: str = "") -> int:
+def _run(settled: SettledConfig, err: Console, label: str = "") -> int:
     config = settled.config
     name = joined_name(config) if label else config.cluster.name
     log_dir = state.state_dir() / f"{name}-logs"

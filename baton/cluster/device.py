@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from baton.cluster.gpus import ABSENT, VISIBLE, Device, Host, find, unusable, visible
+from baton.cluster.gpus import ABSENT, VISIBLE, Device, HostGpus, find, unusable, visible
 
 Asked = Literal["auto", "cpu", "cuda"]
 ROCM = "rocm"  # calls its devices cuda, too, and NVML does not know them
@@ -22,51 +22,53 @@ CPU = "set engine.device to cpu"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DeviceChoice:
     device: Literal["cpu", "cuda"]
     devices: tuple[Device, ...] | None = ()  # what processes may be given; None: they see to it themselves
     note: str = ""  # for the person who starts something
 
 
-def choose(asked: Asked, env: Mapping[str, str] = os.environ, nvml: Any = None) -> Choice:
-    """On this host. Raises ValueError, with what is wrong and what to do, if that is not possible."""
+def choose(asked: Asked, env: Mapping[str, str] = os.environ, nvml: Any = None) -> DeviceChoice:
+    """Chooses for this host. Raises ValueError, with what is wrong and what to do, if that is not possible."""
     if asked == "cpu":
-        return Choice("cpu")
+        return DeviceChoice("cpu")
     host = find(nvml)
     return decide(asked, host, torch_build(), env, 0 if host.gpus else driver_count())
 
 
-def decide(asked: Asked, host: Host, built: str, env: Mapping[str, str], unseen: int = 0) -> Choice:
+def decide(asked: Asked, host: HostGpus, built: str, env: Mapping[str, str], unseen: int = 0) -> DeviceChoice:
     """`built`: as `torch_build` tells; `unseen`: devices that CUDA has although NVML cannot be asked. Raises ValueError."""
 
-    def cpu(why: str, quiet: bool = False) -> Choice:
+    def cpu(why: str, quiet: bool = False) -> DeviceChoice:
         if asked == "cuda":
             raise ValueError(f"engine.device cuda: {why}; {CPU}")
-        return Choice("cpu", note="" if quiet else f"engine.device auto is cpu: {why}")
+        return DeviceChoice("cpu", note="" if quiet else f"engine.device auto is cpu: {why}")
 
     if asked == "cpu":
-        return Choice("cpu")
+        return DeviceChoice("cpu")
     if built == ROCM:
-        return Choice("cuda", None) if asked == "cuda" else Choice("cpu", note="engine.device auto is cpu: with ROCm, ask for cuda")
+        if asked == "cuda":
+            return DeviceChoice("cuda", None)
+        return DeviceChoice("cpu", note="engine.device auto is cpu: with ROCm, ask for cuda")
     if built in NOT_BUILT:
         return cpu(NOT_BUILT[built], quiet=not host.gpus)
     if not host.gpus and unseen:
         names = env[VISIBLE].split(",") if VISIBLE in env else [str(index) for index in range(unseen)]
         unknown = tuple(Device(name.strip(), index, "", 0, 0) for index, name in enumerate(names[:unseen]))
-        return Choice("cuda", unknown, f"nothing is known of the GPUs, so nothing about them is checked: {host.reason}")
+        return DeviceChoice("cuda", unknown, f"nothing is known of the GPUs, so nothing about them is checked: {host.reason}")
     if not host.gpus:
         return cpu(host.reason, quiet=host.reason in ABSENT)
     if why := too_old(host, built):
         raise ValueError(f"engine.device {asked}: {why}; or {CPU}")
     if devices := visible(host, env):
-        return Choice("cuda", devices)
+        return DeviceChoice("cuda", devices)
     if VISIBLE in env:
         return cpu(f"{VISIBLE}={env[VISIBLE]} hides every GPU")
     broken = "; ".join(f"{gpu}: {unusable(gpu)}" for gpu in host.gpus)
     raise ValueError(f"engine.device {asked}: no GPU can be used: {broken}; or {CPU}")
 
 
-def too_old(host: Host, built: str) -> str:
+def too_old(host: HostGpus, built: str) -> str:
     """Why the driver cannot run torch; empty if it can. Within a major version of CUDA, an older driver runs what is newer."""
     major = int(built.partition(".")[0])
     if host.cuda is None or host.cuda[0] >= major:

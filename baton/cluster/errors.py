@@ -10,7 +10,7 @@ from enum import Enum
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity: else reasons with equal fields would be one enumeration member
-class Kind:
+class ErrorKind:
     grpc: str  # name of a grpc.StatusCode
     http: int
     retry_elsewhere: bool = False
@@ -20,31 +20,31 @@ class Kind:
 class Reason(Enum):
     """Names are the `reason` of google.rpc.ErrorInfo (domain "baton") and of `CallError` between our processes."""
 
-    INVALID_FIELD = Kind("INVALID_ARGUMENT", 400)
-    CONTEXT_LENGTH = Kind("INVALID_ARGUMENT", 400)
-    UNAUTHENTICATED = Kind("UNAUTHENTICATED", 401)
-    FORBIDDEN = Kind("PERMISSION_DENIED", 403)  # by the API server of Kubernetes: the caller lacks a right
-    MODEL_NOT_FOUND = Kind("NOT_FOUND", 404)
-    RATE_LIMITED = Kind("RESOURCE_EXHAUSTED", 429, retry_after=60.0)
-    SATURATED = Kind("RESOURCE_EXHAUSTED", 429, retry_elsewhere=True, retry_after=1.0)
-    NO_WORKER = Kind("UNAVAILABLE", 503, retry_after=1.0)
-    DRAINING = Kind("UNAVAILABLE", 503, retry_elsewhere=True, retry_after=1.0)
-    WRONG_ROLE = Kind("FAILED_PRECONDITION", 503, retry_elsewhere=True)
-    UNREACHABLE = Kind("UNAVAILABLE", 503, retry_after=1.0)  # the API server of Kubernetes does not answer
-    WORKER_LOST = Kind("UNAVAILABLE", 503, retry_elsewhere=True, retry_after=1.0)
-    WRONG_WORKER = Kind("FAILED_PRECONDITION", 503, retry_elsewhere=True)  # another process has the address of the intended worker
-    RETRIES_SPENT = Kind("UNAVAILABLE", 503, retry_after=1.0)
-    DEADLINE = Kind("DEADLINE_EXCEEDED", 504)
-    CANCELLED = Kind("CANCELLED", 499)
-    STALLED = Kind("ABORTED", 499)  # the client did not read its answer
+    INVALID_FIELD = ErrorKind("INVALID_ARGUMENT", 400)
+    CONTEXT_LENGTH = ErrorKind("INVALID_ARGUMENT", 400)
+    UNAUTHENTICATED = ErrorKind("UNAUTHENTICATED", 401)
+    FORBIDDEN = ErrorKind("PERMISSION_DENIED", 403)  # by the API server of Kubernetes: the caller lacks a right
+    MODEL_NOT_FOUND = ErrorKind("NOT_FOUND", 404)
+    RATE_LIMITED = ErrorKind("RESOURCE_EXHAUSTED", 429, retry_after=60.0)
+    SATURATED = ErrorKind("RESOURCE_EXHAUSTED", 429, retry_elsewhere=True, retry_after=1.0)
+    NO_WORKER = ErrorKind("UNAVAILABLE", 503, retry_after=1.0)
+    DRAINING = ErrorKind("UNAVAILABLE", 503, retry_elsewhere=True, retry_after=1.0)
+    WRONG_ROLE = ErrorKind("FAILED_PRECONDITION", 503, retry_elsewhere=True)
+    UNREACHABLE = ErrorKind("UNAVAILABLE", 503, retry_after=1.0)  # the API server of Kubernetes does not answer
+    WORKER_LOST = ErrorKind("UNAVAILABLE", 503, retry_elsewhere=True, retry_after=1.0)
+    WRONG_WORKER = ErrorKind("FAILED_PRECONDITION", 503, retry_elsewhere=True)  # another process has the address of the intended worker
+    RETRIES_SPENT = ErrorKind("UNAVAILABLE", 503, retry_after=1.0)
+    DEADLINE = ErrorKind("DEADLINE_EXCEEDED", 504)
+    CANCELLED = ErrorKind("CANCELLED", 499)
+    STALLED = ErrorKind("ABORTED", 499)  # the client did not read its answer
     # Handoff. For a client, these only mean "try again": the KV was not used.
-    HANDSHAKE_MISMATCH = Kind("FAILED_PRECONDITION", 503, retry_elsewhere=True)
-    LEASE_REFUSED = Kind("PERMISSION_DENIED", 503, retry_elsewhere=True)
-    LEASE_EXPIRED = Kind("ABORTED", 503, retry_elsewhere=True)
-    DIGEST_MISMATCH = Kind("DATA_LOSS", 503, retry_elsewhere=True)
-    TRANSFER_FAILED = Kind("UNAVAILABLE", 503, retry_elsewhere=True)
-    INTERNAL = Kind("INTERNAL", 500, retry_elsewhere=True)
-    POISONOUS = Kind("INTERNAL", 500)  # this request, or a recent one with the same prompt, killed workers
+    HANDSHAKE_MISMATCH = ErrorKind("FAILED_PRECONDITION", 503, retry_elsewhere=True)
+    LEASE_REFUSED = ErrorKind("PERMISSION_DENIED", 503, retry_elsewhere=True)
+    LEASE_EXPIRED = ErrorKind("ABORTED", 503, retry_elsewhere=True)
+    DIGEST_MISMATCH = ErrorKind("DATA_LOSS", 503, retry_elsewhere=True)
+    TRANSFER_FAILED = ErrorKind("UNAVAILABLE", 503, retry_elsewhere=True)
+    INTERNAL = ErrorKind("INTERNAL", 500, retry_elsewhere=True)
+    POISONOUS = ErrorKind("INTERNAL", 500)  # this request, or a recent one with the same prompt, killed workers
 
 
 DEGRADED = "degraded"  # in the metadata of a refusal: by which measure of `router.degrade`, and why

@@ -81,7 +81,7 @@ class GpuWatch:
         self._stop.set()
 
     def read(self, fact: GpuFact) -> Values:
-        """By label values; empty before the first sample, and where there is no GPU."""
+        """Values by label values; empty before the first sample, and where there is no GPU."""
         samples = self._told[1] if self._told else ()
         return {(sample.gpu, *key): value for sample in samples for key, value in fact.of(sample).items() if value is not None}
 

@@ -1,7 +1,7 @@
 """The GPUs of this host as the driver's own library (NVML) tells them: without torch, and in milliseconds.
 
-`find` never raises: without the package, the driver or a device, `Host.reason` says which of them is missing. What follows from what was
-found is decided elsewhere: `baton.launch.placing` says which worker gets which device.
+`find` never raises: without the package, the driver or a device, `HostGpus.reason` says which of them is missing. What follows from what
+was found is decided elsewhere: `baton.launch.placing` says which worker gets which device.
 
 NVML does not know CUDA_VISIBLE_DEVICES, which is CUDA's own: `visible` applies it.
 """
@@ -66,7 +66,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostGpus:
     gpus: tuple[Gpu, ...] = ()
     driver: str = ""  # "580.159.04"
     cuda: tuple[int, int] | None = None  # the newest CUDA that the driver can run
@@ -89,23 +89,23 @@ class Device:
         return f"{'a slice of ' if self.part else ''}GPU {self.gpu} ({self.kind})"
 
 
-def find(nvml: Any = None, within_s: float = ANSWER_S) -> Host:
+def find(nvml: Any = None, within_s: float = ANSWER_S) -> HostGpus:
     """`nvml`: a module like `pynvml`, if not that one. A driver that hangs counts as none after `within_s`."""
-    found: list[Host] = []
+    found: list[HostGpus] = []
 
     def ask() -> None:
         try:
             with session(nvml) as library:
                 found.append(_host(library))
         except NoNvml as error:
-            found.append(Host(reason=str(error)))
+            found.append(HostGpus(reason=str(error)))
         except Exception as error:  # of another version of the package, say: whoever asks goes on without GPUs
-            found.append(Host(reason=f"NVML cannot be asked: {type(error).__name__}: {error}"))
+            found.append(HostGpus(reason=f"NVML cannot be asked: {type(error).__name__}: {error}"))
 
     asking = threading.Thread(target=ask, name="nvml", daemon=True)  # nobody can interrupt a driver that hangs
     asking.start()
     asking.join(within_s)
-    return found[0] if found else Host(reason=f"the NVIDIA driver does not answer within {within_s:g} s: restart the machine")
+    return found[0] if found else HostGpus(reason=f"the NVIDIA driver does not answer within {within_s:g} s: restart the machine")
 
 
 @contextmanager
@@ -146,10 +146,10 @@ def known(nvml: Any, ask: Callable[..., Any], *arguments: object) -> Any:
         return None
 
 
-def _host(nvml: Any) -> Host:
+def _host(nvml: Any) -> HostGpus:
     cuda = known(nvml, nvml.nvmlSystemGetCudaDriverVersion)
     gpus = tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
-    return Host(
+    return HostGpus(
         gpus,
         known(nvml, nvml.nvmlSystemGetDriverVersion) or "",
         cuda and (cuda // 1000, cuda % 1000 // 10),
@@ -214,7 +214,7 @@ def devices(gpus: Sequence[Gpu]) -> Iterator[Device]:
             yield Device(gpu.uuid, gpu.index, gpu.name, gpu.memory_total, gpu.memory_used, gpu.peers)
 
 
-def visible(host: Host, env: Mapping[str, str]) -> tuple[Device, ...]:
+def visible(host: HostGpus, env: Mapping[str, str]) -> tuple[Device, ...]:
     """The devices that processes with this environment may use, in its order. Raises ValueError for an environment that names what is not
     there: CUDA would use what comes before that name, or nothing, and not say so."""
     every = tuple(devices(host.gpus))
@@ -231,7 +231,7 @@ def visible(host: Host, env: Mapping[str, str]) -> tuple[Device, ...]:
     return tuple(chosen)
 
 
-def _named(name: str, host: Host, every: Sequence[Device], env: Mapping[str, str]) -> list[Device]:
+def _named(name: str, host: HostGpus, every: Sequence[Device], env: Mapping[str, str]) -> list[Device]:
     said = f"{VISIBLE}={env[VISIBLE]}"
     gpus = [gpu for gpu in host.gpus if name == str(gpu.index) or gpu.uuid.startswith(name)]
     found = [device for device in every if device.token.startswith(name) or device.gpu in {gpu.index for gpu in gpus}]

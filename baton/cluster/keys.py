@@ -34,7 +34,7 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KeyEntry:
     name: str
     digest: bytes
     tenant: str
@@ -43,16 +43,16 @@ class Entry:
 
 
 class ApiKeys:
-    """Without entries no key is needed, and requests have no tenant."""
+    """If there are no entries, no key is needed and requests have no tenant."""
 
-    def __init__(self, entries: Iterable[Entry] = (), quota: Quota | None = None) -> None:
+    def __init__(self, entries: Iterable[KeyEntry] = (), quota: Quota | None = None) -> None:
         """`quota` is for tenants whose entries set none. Raises ConfigError when two entries of one tenant disagree."""
         self._path: str | None = None  # the file that `refresh` reads
         self._stamp: _Stamp | None = None
         self._quota = quota
         self._take(entries)
 
-    def _take(self, entries: Iterable[Entry]) -> None:
+    def _take(self, entries: Iterable[KeyEntry]) -> None:
         taken, quotas = tuple(entries), dict[str, Quota]()
         given: dict[tuple[str, str], int | None] = {}
         for entry in taken:
@@ -61,7 +61,7 @@ class ApiKeys:
                     raise ConfigError(f"security.api_keys: {entry.name}: {what} differ from those of another key of {entry.tenant}")
             own = quotas.get(entry.tenant, self._quota or Quota())
             quotas[entry.tenant] = replace(own, **dict(entry.quota))
-        found: dict[bytes, list[Entry]] = {}
+        found: dict[bytes, list[KeyEntry]] = {}
         for entry in taken:
             found.setdefault(entry.digest, []).append(entry)
         self._entries, self._quotas = found, quotas
@@ -116,7 +116,7 @@ class ApiKeys:
         except BatonError:
             return False
 
-    def _find(self, authorization: str | None) -> list[Entry]:
+    def _find(self, authorization: str | None) -> list[KeyEntry]:
         """The entries of this key. Raises UNAUTHENTICATED if there is none in `authorization`."""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key or len(key) > MAX_KEY:
@@ -133,7 +133,7 @@ def _stamp(path: str) -> _Stamp | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _read(path: str) -> list[Entry]:
+def _read(path: str) -> list[KeyEntry]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -144,7 +144,7 @@ def _read(path: str) -> list[Entry]:
     return entries
 
 
-def _entry(line: str, where: str) -> Entry:
+def _entry(line: str, where: str) -> KeyEntry:
     words = line.split()
     parts = [word for word in words if "=" not in word]
     options = [_QUOTA.fullmatch(word) for word in words if "=" in word and word != _ADMIN]
@@ -154,4 +154,4 @@ def _entry(line: str, where: str) -> Entry:
     if not (_NAME.fullmatch(name) and _NAME.fullmatch(tenant)):
         raise ConfigError(f"security.api_keys: {where}: names have 1 to 64 letters, digits, '_', '.' and '-'")
     quota = tuple((option[1], int(option[2]) or None) for option in options if option)
-    return Entry(name, bytes.fromhex(digest), tenant, quota, _ADMIN in words)
+    return KeyEntry(name, bytes.fromhex(digest), tenant, quota, _ADMIN in words)

@@ -137,7 +137,7 @@ async def run(
 
 
 async def _testify(stop: Stop) -> None:
-    """In a thread of its own, which is left alone if it takes too long."""
+    """Calls the witness in a thread, which is left alone if it takes too long."""
     told = threading.Thread(target=stop.witness, args=("crash",), daemon=True)
     told.start()
     deadline = asyncio.get_running_loop().time() + WITNESS_S

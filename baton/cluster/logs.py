@@ -34,7 +34,7 @@ def setup_logging(config: TelemetryConfig, process: str) -> None:
     terminal = sys.stderr.isatty()
     text = config.log_format == "text" or (config.log_format == "auto" and terminal)
     handler = _handler()
-    handler.setFormatter(Text(process) if text else Json(process))
+    handler.setFormatter(Text(process) if text else JsonFormatter(process))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)  # a library's warning is a record like any other
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it logs each failed batch; we log when failures begin and end
@@ -58,7 +58,7 @@ class Text(_Discreet):
         super().__init__(f"%(asctime)s %(levelname).1s {process.replace('%', '%%')} %(name)s: %(message)s", "%H:%M:%S")
 
 
-class Json(_Discreet):
+class JsonFormatter(_Discreet):
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process

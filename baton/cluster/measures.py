@@ -1,4 +1,4 @@
-"""By what a router serves less under overload, as the configuration writes it (`router.degrade`)."""
+"""The measures by which a router serves less under overload, as the configuration writes it (`router.degrade`)."""
 
 import re
 from collections.abc import Sequence

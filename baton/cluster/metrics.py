@@ -81,7 +81,7 @@ class Children(dict[Key, Child]):
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """For a histogram, `value` is the sum and `buckets` the cumulative counts, one for each bound and one for all values."""
+    """A histogram has its sum in `value` and its cumulative counts in `buckets`, one for each bound and one for all values."""
 
     labels: Mapping[str, str]
     value: Number
@@ -89,7 +89,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class MetricFamily:
     name: str
     kind: Kind
     help: str
@@ -133,19 +133,19 @@ class Book:
         self._find(name, "gauge", "counter")
         self._readers[name] = function
 
-    def families(self) -> Iterator[Family]:
+    def families(self) -> Iterator[MetricFamily]:
         """All numbers as each is when it is reached, in the order of the table; aliases follow their metric."""
         for metric in TABLE:
             series = self._series(metric)
             if not series:
                 continue
             own = tuple(Series({**self._own, **one.labels}, one.value, one.buckets) for one in series)
-            yield Family(metric.name, metric.kind, metric.help, metric.buckets, own)
+            yield MetricFamily(metric.name, metric.kind, metric.help, metric.buckets, own)
             for alias in metric.aliases:
                 renamed = self._renamed(alias, series)
                 if renamed:
                     text = f"{metric.help} The same as {metric.name}."
-                    yield Family(alias.name, metric.kind, text, metric.buckets, renamed)
+                    yield MetricFamily(alias.name, metric.kind, text, metric.buckets, renamed)
 
     def _find(self, name: str, *kinds: Kind) -> Metric:
         metric = BY_NAME[name]

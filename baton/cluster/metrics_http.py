@@ -20,7 +20,7 @@ from prometheus_client.utils import floatToGoString
 from baton.cluster.config import Config
 from baton.cluster.errors import BatonError
 from baton.cluster.guard import Guard
-from baton.cluster.metrics import Book, Family
+from baton.cluster.metrics import Book, MetricFamily
 from baton.cluster.page_server import TEXT, Headers, Page, PageServer
 
 JSON = "application/json"
@@ -89,7 +89,7 @@ class _Snapshot(Collector):
 
     _process = ProcessCollector(registry=None)
 
-    def __init__(self, families: list[Family]) -> None:
+    def __init__(self, families: list[MetricFamily]) -> None:
         self._families = families
 
     def collect(self) -> Iterator[WireMetric]:
@@ -97,7 +97,7 @@ class _Snapshot(Collector):
         yield from self._process.collect()
 
 
-def _to_wire(family: Family) -> WireMetric:
+def _to_wire(family: MetricFamily) -> WireMetric:
     names = list(family.series[0].labels)
     made: Any
     match family.kind:

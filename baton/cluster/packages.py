@@ -59,7 +59,7 @@ def enter() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around the imports at a start. What they make stays: to look for garbage in it would take a tenth of the start, and would delay
+    """Surrounds the imports at a start. What they make stays: to look for garbage in it would take a tenth of the start, and would delay
     answers later. An installation for applications lacks what a cluster needs: this ends the process and names the package.
     """
     gc.disable()

@@ -20,7 +20,7 @@ from grpc_status import rpc_status
 from baton.cluster.address import advertised, is_loopback, target
 from baton.cluster.config import Config, SecurityConfig
 from baton.cluster.errors import BatonError, Reason, Violation, invalid
-from baton.cluster.tls import Identity, certificates, channel_credentials, name_options, server_credentials
+from baton.cluster.tls import TlsIdentity, certificates, channel_credentials, name_options, server_credentials
 
 log = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -274,7 +274,7 @@ def channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, *name_options(security.server_name)])
 
 
-class Line:
+class ProcessChannels:
     """Channels to one of our own processes. When our certificates change, new calls use a channel with the new ones, so that a connection
     that has to be made again does not show an old one; running calls stay where they are."""
 
@@ -283,7 +283,7 @@ class Line:
         self._address = address
         self._security = security
         self._files = certificates(security)
-        self._shown: Identity | None = None
+        self._shown: TlsIdentity | None = None
         self._opened: list[grpc.aio.Channel] = []
 
     def channel(self) -> grpc.aio.Channel:

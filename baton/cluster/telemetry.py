@@ -21,7 +21,7 @@ Kind = Literal["server", "client", "internal"]
 NOTHING: Mapping[str, Value] = MappingProxyType({})
 
 
-class Span:
+class TraceSpan:
     """One phase of a request. This class records nothing: it is the span of a request that is not traced."""
 
     __slots__ = ()
@@ -36,7 +36,7 @@ class Span:
         """What other systems along the trace want to be told, unchanged; it is sent with the `traceparent`."""
         return ""
 
-    def child(self, name: str, kind: Kind = "internal", attributes: Mapping[str, Value] = NOTHING) -> "Span":
+    def child(self, name: str, kind: Kind = "internal", attributes: Mapping[str, Value] = NOTHING) -> "TraceSpan":
         return self
 
     def past_child(self, name: str, seconds: float) -> None:
@@ -60,7 +60,7 @@ class Span:
             self.end(kind.__name__ if kind else "")
 
 
-NO_SPAN = Span()
+NO_SPAN = TraceSpan()
 
 
 class Tracer:
@@ -76,12 +76,12 @@ class Tracer:
         """Spans that were lost: the queue was full, or the collector was unreachable."""
         return 0
 
-    def begin(self, name: str, traceparent: str = "", tracestate: str = "", kind: Kind = "server") -> Span:
+    def begin(self, name: str, traceparent: str = "", tracestate: str = "", kind: Kind = "server") -> TraceSpan:
         """The span of a client's request; NO_SPAN if the request is not to be traced. An invalid `traceparent` counts as none, and so does
         an invalid `tracestate`, which leaves the `traceparent` as it is."""
         return NO_SPAN
 
-    def follow(self, name: str, traceparent: str, tracestate: str = "", kind: Kind = "server") -> Span:
+    def follow(self, name: str, traceparent: str, tracestate: str = "", kind: Kind = "server") -> TraceSpan:
         """The span of a call from another of our processes; NO_SPAN if the caller does not trace."""
         return NO_SPAN
 

@@ -26,7 +26,7 @@ _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class TlsIdentity:
     """What one reading of the files gave: their contents, and the contexts made of them.
 
     `client` is made when it is first asked for: without an authority of ours it reads all that the system trusts, which takes 20 ms, and a
@@ -49,7 +49,7 @@ class Certificates:
         self._stamp = _stamp(self._files)
         self._identity = _read(*self._files)
 
-    def current(self) -> Identity:
+    def current(self) -> TlsIdentity:
         with self._lock:
             stamp = _stamp(self._files)
             if stamp != self._stamp:
@@ -123,7 +123,7 @@ def name_options(server_name: str | None) -> tuple[tuple[str, Any], ...]:
     return (("grpc.ssl_target_name_override", server_name),) if server_name else ()
 
 
-def _read(cert: str, key: str, ca: str | None) -> Identity:
+def _read(cert: str, key: str, ca: str | None) -> TlsIdentity:
     """Raises ConfigError."""
     client = cache(lambda: _client_context(cert, key, ca))
     try:
@@ -133,7 +133,7 @@ def _read(cert: str, key: str, ca: str | None) -> Identity:
     except OSError as error:
         raise ConfigError(f"security.tls_ca: {ca} cannot be used: {error}") from None
     try:
-        return Identity(Path(cert).read_bytes(), Path(key).read_bytes(), authority, _server_context(cert, key, ca), client)
+        return TlsIdentity(Path(cert).read_bytes(), Path(key).read_bytes(), authority, _server_context(cert, key, ca), client)
     except OSError as error:
         raise ConfigError(f"security.tls_cert: {cert}, with tls_key {key}, cannot be used: {error}") from None
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 from baton.clock import loop_time
 from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cluster.rpc import Tasks
-from baton.cockpit.cluster import Facts, Opened
+from baton.cockpit.cluster import ClusterFacts, OpenedDoor
 from baton.cockpit.experiments import Experiment, find
 from baton.cockpit.knobs import Settings, Where
 from baton.cockpit.load import figures, load_of, rate_at
@@ -29,11 +29,11 @@ State = Literal["running", "done", "stopped", "failed"]
 
 
 class Clusterlike(Protocol):
-    """`baton.cockpit.cluster.Cluster`."""
+    """`baton.cockpit.cluster.CockpitCluster`."""
 
-    async def facts(self) -> Facts: ...
+    async def facts(self) -> ClusterFacts: ...
 
-    async def open(self, settings: Settings, facts: Facts) -> Opened: ...
+    async def open(self, settings: Settings, facts: ClusterFacts) -> OpenedDoor: ...
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class Bench:
         except Exception as error:  # whatever goes wrong is told on the page
             run.state, run.message = "failed", str(error) or type(error).__name__
 
-    async def _real(self, run: RunKept, experiment: Experiment, settings: Settings, opened: Opened) -> None:
+    async def _real(self, run: RunKept, experiment: Experiment, settings: Settings, opened: OpenedDoor) -> None:
         load, meter, live = load_of(experiment, settings), Meter(), Live()
         began = loop_time()
 

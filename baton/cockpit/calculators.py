@@ -5,15 +5,15 @@ from dataclasses import asdict
 from typing import Any
 
 from baton.cluster.errors import invalid
-from baton.cockpit.knobs import Choice, Knob, Slider
+from baton.cockpit.knobs import Knob, Menu, Slider
 from baton.plan.hardware import DEVICES, MEASURED
 from baton.plan.shape import KNOWN
 from baton.plan.size import Asked, figures, shown
 
 USUAL = Asked(4096, 512, 32)
 FIELDS: Mapping[str, tuple[Knob, Any]] = {
-    "model": (Choice("Model", {name: name for name in KNOWN}), "llama-3.1-8b"),
-    "device": (Choice("GPU", {name: name.upper() for name in DEVICES}), "h100"),
+    "model": (Menu("Model", {name: name for name in KNOWN}), "llama-3.1-8b"),
+    "device": (Menu("GPU", {name: name.upper() for name in DEVICES}), "h100"),
     "devices": (Slider("GPUs a worker", 1, 64, 1), USUAL.devices),
     "prompt": (Slider("Prompt", 1, 1_000_000, 1, "tokens"), USUAL.prompt),
     "cached": (Slider("of it cached", 0, 1_000_000, 1, "tokens"), USUAL.cached),
@@ -31,7 +31,7 @@ def form() -> list[dict[str, Any]]:
     """The fields as the page needs them."""
     return [
         {"name": name, "label": knob.label, "value": value}
-        | ({"options": dict(knob.options)} if isinstance(knob, Choice) else {"unit": knob.unit, **bounds(knob)})
+        | ({"options": dict(knob.options)} if isinstance(knob, Menu) else {"unit": knob.unit, **bounds(knob)})
         for name, (knob, value) in FIELDS.items()
     ]
 
@@ -47,7 +47,7 @@ def size(given: Mapping[str, str]) -> dict[str, Any]:
         if name not in FIELDS:
             raise invalid(name[:64], f"is unknown; there are {', '.join(FIELDS)}")
         knob = FIELDS[name][0]
-        values[name] = knob.check(name, text if isinstance(knob, Choice) else _number(name, text), "simulated")
+        values[name] = knob.check(name, text if isinstance(knob, Menu) else _number(name, text), "simulated")
     if values["cached"] >= values["prompt"]:
         raise invalid("cached", f"must be less than the prompt's {values['prompt']}")
     shape, device = KNOWN[values.pop("model")], DEVICES[values.pop("device")]

@@ -10,11 +10,11 @@ from uuid import uuid4
 import grpc
 
 from baton.access.access import Access, find
-from baton.access.options import Identity, Place
+from baton.access.options import ClientIdentity, ClusterOptions
 from baton.cluster.config import ConfigError
 from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cockpit.knobs import Settings
-from baton.cockpit.meter import Held, Looked, looked
+from baton.cockpit.meter import Looked, WorkerUsage, looked
 from baton.launch.state import StateError
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from loadtest.grpc_door import GrpcDoor, Pem
@@ -24,7 +24,7 @@ Find = Callable[[str], Access]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ClusterFacts:
     """What an experiment needs to know. `speculation`: the method that the workers guess by; empty: none."""
 
     model: str
@@ -36,27 +36,27 @@ class Facts:
     page: str  # address of the live page; empty: unknown
 
 
-class Cluster:
+class CockpitCluster:
     """Found again each time, because one that was started anew has other ports; but a port-forward to a release stays."""
 
-    def __init__(self, place: Place, identity: Identity) -> None:
+    def __init__(self, place: ClusterOptions, identity: ClientIdentity) -> None:
         look: Find = lambda endpoint: find(endpoint, place, identity)  # type: ignore[arg-type]  # noqa: E731
         self._find = look if place.release is None else cache(look)
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> ClusterFacts:
         """Raises BatonError(NO_WORKER) with the reason if there is no cluster, or it does not answer."""
         return await asyncio.to_thread(self._facts)
 
-    async def open(self, settings: Settings, facts: Facts) -> "Opened":
+    async def open(self, settings: Settings, facts: ClusterFacts) -> "OpenedDoor":
         """Raises BatonError: as `facts`, and INVALID_FIELD for what this cluster cannot do."""
         if settings.prompt + settings.output > facts.max_model_len:
             raise invalid("prompt", f"with the output it is longer than the {facts.max_model_len} tokens of {facts.model}")
         if settings.speculation == "on" and not facts.speculation:
             raise invalid("speculation", "these workers do not guess: start the cluster with --engine.speculation prompt_lookup or draft")
         access, pem, admin = await asyncio.to_thread(self._open)
-        return Opened(access, pem, admin, settings, facts)
+        return OpenedDoor(access, pem, admin, settings, facts)
 
-    def _facts(self) -> Facts:
+    def _facts(self) -> ClusterFacts:
         with _told():
             access = self._find("admin")
             with access.channel() as channel:
@@ -65,7 +65,7 @@ class Cluster:
         if not any(one.pool == "decode" for one in workers):
             raise BatonError(Reason.NO_WORKER, "the cluster has no decode worker that answers")
         guesses = {one.speculation[0] for one in workers if one.pool == "decode" and one.speculation}
-        return Facts(
+        return ClusterFacts(
             answer.model,
             sum(one.pool == "prefill" for one in workers),
             sum(one.pool == "decode" for one in workers),
@@ -83,10 +83,10 @@ class Cluster:
             return grpc_door, (read[0], read[1], read[2]) if identity.tls else None, admin.channel()
 
 
-class Opened:
+class OpenedDoor:
     """The door of one run, and what tells how busy the cluster is. Requests of two runs share no prefix; with caching off, no two do."""
 
-    def __init__(self, access: Access, pem: Pem | None, admin: grpc.Channel, settings: Settings, facts: Facts) -> None:
+    def __init__(self, access: Access, pem: Pem | None, admin: grpc.Channel, settings: Settings, facts: ClusterFacts) -> None:
         salt = f"cockpit {uuid4().hex}"
         method = facts.speculation if settings.speculation == "on" else "none"
         how = {"speculation": {"method": method}} if facts.speculation else {}
@@ -104,7 +104,9 @@ class Opened:
         except grpc.RpcError:
             return Looked()
         workers = [
-            Held(one.pool == "decode", one.running, one.waiting, one.free_blocks, one.kv_blocks, self._facts.max_num_seqs.get(one.name, 0))
+            WorkerUsage(
+                one.pool == "decode", one.running, one.waiting, one.free_blocks, one.kv_blocks, self._facts.max_num_seqs.get(one.name, 0)
+            )
             for one in answer.workers
             if one.state in ("ready", "draining")
         ]

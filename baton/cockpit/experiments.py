@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from baton.cluster.errors import invalid
-from baton.cockpit.knobs import KNOBS, Choice, Settings, Slider, Where, settings_of
+from baton.cockpit.knobs import KNOBS, Menu, Settings, Slider, Where, settings_of
 
 LOAD = ("rate", "duration_s", "prompt", "output")
 SHEET = ("by", "device", "model")
@@ -142,8 +142,8 @@ def catalogue() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _knob(knob: Slider | Choice) -> dict[str, Any]:
-    if isinstance(knob, Choice):
+def _knob(knob: Slider | Menu) -> dict[str, Any]:
+    if isinstance(knob, Menu):
         return {"label": knob.label, "options": dict(knob.options)}
     return {
         "label": knob.label, "least": knob.least, "most": knob.most, "step": knob.step, "unit": knob.unit, "real_most": knob.real_most,

@@ -45,7 +45,7 @@ class Slider:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Menu:
     """One of a few words, each with what a person reads."""
 
     label: str
@@ -58,12 +58,12 @@ class Choice:
         return value
 
 
-Knob = Slider | Choice
+Knob = Slider | Menu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Of one run. Lengths are in tokens, `spread` is a share of them, times of objectives are in milliseconds."""
+    """The settings of one run. Lengths are in tokens, `spread` is a share of them, times of objectives are in milliseconds."""
 
     rate: float = 4.0
     duration_s: int = 20
@@ -96,22 +96,22 @@ KNOBS: Mapping[str, Knob] = {
     "output": Slider("Output", 1, 1024, 1, "tokens", real_most=512),
     "spread": Slider("Spread of the lengths", 0, 0.9, 0.1),
     "shared": Slider("Share of the prompt that others begin with, too", 0, 0.9, 0.1),
-    "caching": Choice("Prefix caching", {"on": "on", "off": "off: no request shares a prefix"}),
-    "speculation": Choice("Speculation", {"off": "off", "on": "on"}),
+    "caching": Menu("Prefix caching", {"on": "on", "off": "off: no request shares a prefix"}),
+    "speculation": Menu("Speculation", {"off": "off", "on": "on"}),
     "acceptance": Slider("Guesses that are right", 0, 0.95, 0.05),
     "guesses": Slider("Guesses a step", 1, 8, 1),
     "prefill": Slider("Prefill workers", 0, 16, 1),
     "decode": Slider("Decode workers", 1, 16, 1),
     "batch": Slider("Sequences a batch, at most", 1, 256, 1),
-    "batching": Choice(
+    "batching": Menu(
         "Batching", {"static": "static: wait until it is full", "dynamic": "dynamic: take who waits", "continuous": "continuous"}
     ),
-    "device": Choice("GPU", {name: name.upper() for name in DEVICES}),
-    "model": Choice("Model", {name: name for name in KNOWN}),
+    "device": Menu("GPU", {name: name.upper() for name in DEVICES}),
+    "model": Menu("Model", {name: name for name in KNOWN}),
     "gpus": Slider("GPUs a worker", 1, 8, 1),
-    "weight_bits": Choice("Weights", {"16": "16 bits", "8": "8 bits", "4.5": "4 bits and scales"}),
-    "kv_bits": Choice("KV", {"16": "16 bits", "8": "8 bits", "5": "4 bits and scales"}),
-    "by": Choice("Times of a step from", {"sheet": "the sheet of devices", "profile": "the profile that was measured"}),
+    "weight_bits": Menu("Weights", {"16": "16 bits", "8": "8 bits", "4.5": "4 bits and scales"}),
+    "kv_bits": Menu("KV", {"16": "16 bits", "8": "8 bits", "5": "4 bits and scales"}),
+    "by": Menu("Times of a step from", {"sheet": "the sheet of devices", "profile": "the profile that was measured"}),
     "ttft_ms": Slider("Objective: first token within", 10, 10_000, 10, "ms"),
     "tpot_ms": Slider("Objective: time per output token", 1, 1000, 1, "ms"),
 }

@@ -21,7 +21,7 @@ HOLDS = 0.9  # share of the requests that meets the objectives before the breaki
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ExperimentLoad:
     """`items` are due at `times`, seconds from the start."""
 
     items: Sequence[Item]
@@ -34,7 +34,7 @@ class Load:
         return max((len(item.tokens) + item.output_tokens for item in self.items), default=0)
 
 
-def load_of(experiment: Experiment, settings: Settings, seed: int = 1, shares: bool = True) -> Load:
+def load_of(experiment: Experiment, settings: Settings, seed: int = 1, shares: bool = True) -> ExperimentLoad:
     """`shares`: the common part of the prompts is the same tokens; otherwise each request has its own."""
     times = [*_times(settings, random.Random(f"{seed} arrivals"), experiment.ramp)]
     lengths, tokens = random.Random(f"{seed} lengths"), random.Random(f"{seed} tokens")
@@ -45,7 +45,7 @@ def load_of(experiment: Experiment, settings: Settings, seed: int = 1, shares: b
         prompt, output = (_around(count, settings.spread, lengths) for count in (settings.prompt, settings.output))
         begins = common[: prompt - 1]
         items.append(Item((*begins, *vocabulary.draw(tokens, prompt - len(begins))), output))
-    return Load(items, times, Slo(settings.ttft_ms / 1000, settings.tpot_ms / 1000))
+    return ExperimentLoad(items, times, Slo(settings.ttft_ms / 1000, settings.tpot_ms / 1000))
 
 
 def rate_at(experiment: Experiment, settings: Settings, at: float) -> float:
@@ -70,7 +70,7 @@ def _around(count: int, spread: float, rng: random.Random) -> int:
     return max(1, round(count * (1 + spread * rng.uniform(-1, 1))))
 
 
-def figures(experiment: Experiment, settings: Settings, load: Load, records: Sequence[Record], until_s: float) -> dict[str, Any]:
+def figures(experiment: Experiment, settings: Settings, load: ExperimentLoad, records: Sequence[Record], until_s: float) -> dict[str, Any]:
     """What is kept of a run for comparison. Times are in seconds; None: there is none. `until_s`: how long requests became due."""
     window = Window(max(until_s, 1e-3))
     done = [record for record in window.select(records) if record.outcome == "ok"]
@@ -95,7 +95,7 @@ def figures(experiment: Experiment, settings: Settings, load: Load, records: Seq
     }  # fmt: skip
 
 
-def breaking(settings: Settings, load: Load, records: Sequence[Record]) -> dict[str, Any]:
+def breaking(settings: Settings, load: ExperimentLoad, records: Sequence[Record]) -> dict[str, Any]:
     """The last rate that held, and the first that did not, in requests per second; None: there was none."""
     length = settings.duration_s / STEPS
     held: float | None = None

@@ -20,7 +20,7 @@ class Looked(NamedTuple):
     batch: float | None = None
 
 
-class Held(NamedTuple):
+class WorkerUsage(NamedTuple):
     """What one worker holds."""
 
     decodes: bool
@@ -31,7 +31,7 @@ class Held(NamedTuple):
     max_num_seqs: int
 
 
-def looked(queued: int, workers: Sequence[Held]) -> Looked:
+def looked(queued: int, workers: Sequence[WorkerUsage]) -> Looked:
     """`queued`: at the routers."""
     decoding = [worker for worker in workers if worker.decodes]
     blocks, places = (sum(getattr(worker, name) for worker in decoding) for name in ("kv_blocks", "max_num_seqs"))
@@ -55,7 +55,7 @@ class Meter:
     gaps: list[float] = field(default_factory=list)  # TPOT of the answers that ended, s
 
     def point(self, at: float, rate: float, seen: Looked) -> dict[str, Any]:
-        """Of the step that ends `at`; a new one begins."""
+        """The point of the step that ends `at`; a new one begins."""
         told = {
             "at": at, "rate": rate, "tokens": self.tokens / max(at - self.last, 1e-3), "in_flight": self.in_flight,
             **{f"ttft_p{share}": percentile(self.firsts, share) for share in (50, 95)},

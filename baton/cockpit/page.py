@@ -155,7 +155,7 @@ async def _body(request: Request) -> Mapping[str, Any]:
 
 
 def _refused(error: BatonError) -> HttpError:
-    """As the live page refuses; but a second experiment is a conflict."""
+    """The refusal of the live page, but a second experiment is a conflict."""
     if error.reason is Reason.SATURATED:
         return HttpError(409, error.message, code="experiment_runs")
     return to_http(error)

@@ -7,14 +7,14 @@ from typing import get_args
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import invalid
 from baton.cockpit.knobs import Settings
-from baton.cockpit.load import Load
+from baton.cockpit.load import ExperimentLoad
 from baton.engine.core.limits import Batching
 from baton.plan import formulae, pools
 from baton.plan.hardware import DEVICES, MEASURED
 from baton.plan.shape import KNOWN
 from baton.plan.sheet import profile_of
 from baton.predict.predict import Offer, doubts
-from baton.predict.setting import DEFAULTS, Setting
+from baton.predict.setting import DEFAULTS, ClusterSetting
 from baton.profile.file import Profile
 from baton.profile.models import Work
 from baton.simulate.cluster import BLOCK, Sizes
@@ -47,13 +47,13 @@ class Guessing:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    setting: Setting
+    setting: ClusterSetting
     profile: Profile
     times: Times
     doubts: tuple[str, ...]
 
 
-def simulation_of(settings: Settings, load: Load, measured: Path | None) -> Simulation:
+def simulation_of(settings: Settings, load: ExperimentLoad, measured: Path | None) -> Simulation:
     """`measured`: the file of a profile. Raises BatonError(INVALID_FIELD), and ProfileError for that file."""
     if settings.by == "profile":
         if measured is None:
@@ -68,7 +68,7 @@ def simulation_of(settings: Settings, load: Load, measured: Path | None) -> Simu
     sizes = Sizes(
         settings.prefill, settings.decode, settings.batch, blocks, chunk, BLOCK, blocks * BLOCK, batching=_batching(settings.batching),
     )  # fmt: skip
-    setting = Setting(sizes, RouterConfig(), SloConfig(ttft_s=settings.ttft_ms / 1000, tpot_s=settings.tpot_ms / 1000))
+    setting = ClusterSetting(sizes, RouterConfig(), SloConfig(ttft_s=settings.ttft_ms / 1000, tpot_s=settings.tpot_ms / 1000))
     times = Times.of(profile)
     said = list(doubts(setting, profile, Offer(load.items, load.times, Window(settings.duration_s), TIMEOUT_S)))
     if settings.speculation == "on":
@@ -81,7 +81,7 @@ def _of_sheet(settings: Settings) -> tuple[Profile, int, int]:
     """The profile, the blocks of KV beside the weights, and the tokens of a step."""
     shape, device = KNOWN[settings.model], DEVICES[settings.device]
     weight_bits, kv_bits = float(settings.weight_bits), float(settings.kv_bits)
-    blocks = pools.kv_blocks(pools.Kind(device, settings.gpus, 1, weight_bits, kv_bits), shape, BLOCK)
+    blocks = pools.kv_blocks(pools.WorkerKind(device, settings.gpus, 1, weight_bits, kv_bits), shape, BLOCK)
     if blocks < 1:
         weights = formulae.weight_bytes(shape.parameters, weight_bits)
         raise invalid(

@@ -20,7 +20,7 @@ from baton.clock import loop_time
 from baton.cockpit.experiments import Experiment, find
 from baton.cockpit.knobs import Settings
 from baton.cockpit.load import figures, load_of, rate_at
-from baton.cockpit.meter import Held, Looked, Meter, MeteredDoor, looked
+from baton.cockpit.meter import Looked, Meter, MeteredDoor, WorkerUsage, looked
 from baton.cockpit.setup import TIMEOUT_S, Simulation, simulation_of
 from baton.predict.predict import standing
 from baton.simulate import virtual_time
@@ -64,7 +64,9 @@ def _look(cluster: SimulatedCluster) -> Looked:
     workers = []
     for one in cluster.fleet.workers.values():
         load, record = one.load_now(), one.record
-        workers.append(Held(record.pool == "decode", load.running, load.waiting, load.free_blocks, record.kv_blocks, record.max_num_seqs))
+        workers.append(
+            WorkerUsage(record.pool == "decode", load.running, load.waiting, load.free_blocks, record.kv_blocks, record.max_num_seqs)
+        )
     return looked(sum(router.admission.queued for router in cluster.routers), workers)
 
 

@@ -31,7 +31,7 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class SettledOptions:
     """Options of which none is left open, but those of vLLM that it decides; and for each that was open, why it is what it is."""
 
     options: Options
@@ -39,7 +39,7 @@ class Settled:
     why: Mapping[str, str]  # of the same keys
 
 
-def settle(options: Options, device: DeviceFacts, stored: str | None = None) -> Settled:
+def settle(options: Options, device: DeviceFacts, stored: str | None = None) -> SettledOptions:
     """`stored`: the type that config.json names, if it does. Pure; what is set stays."""
     engine, vllm = options.engine, options.engine.kind == "vllm"
     values: dict[str, tuple[Any, str]] = {}
@@ -56,7 +56,7 @@ def settle(options: Options, device: DeviceFacts, stored: str | None = None) -> 
     values |= _limits(engine.max_num_seqs, engine.max_num_batched_tokens, vllm, device)
     found = {name: value for name, (value, _) in values.items()}
     whole = options.but(**{name.partition(".")[2]: value for name, value in found.items()})
-    return Settled(whole, found, {name: why for name, (_, why) in values.items()})
+    return SettledOptions(whole, found, {name: why for name, (_, why) in values.items()})
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str | None:

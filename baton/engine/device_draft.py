@@ -11,14 +11,14 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from baton.engine.core.drafting import Ask
+from baton.engine.core.drafting import DraftRequest
 from baton.engine.core.sequence import Sequence
 from baton.engine.draft_model import DraftModel, trees
 from baton.engine.gpu.attention import DeviceAttention
-from baton.engine.gpu.chain import Chain, How, Lane
-from baton.engine.gpu.choice import Facts, make_attention, why_not
+from baton.engine.gpu.chain import Chain, ChainParts, DraftLane
+from baton.engine.gpu.choice import BackendFacts, make_attention, why_not
 from baton.engine.gpu.graphs import Compute, uncaptured
-from baton.engine.gpu.inputs import Capacity, Inputs, Run
+from baton.engine.gpu.inputs import Capacity, Inputs, TokenRun
 from baton.engine.gpu.runner import asks_the_device, picking
 from baton.engine.model.checkpoint import LayerAttention
 from baton.engine.runner import ModelRunner
@@ -40,7 +40,7 @@ class DeviceDraft(DraftModel):
                               len(kv) - 1, device)  # fmt: skip
         self._attention = drafting_attention(kv, model.config.attention, model.config.heads, layout.value_dim, self._inputs)
         capture = uncaptured if asks_the_device(model) else capture
-        how = How(self._compute, self._attention, self._inputs, picking(device), capture, self.bound, self.few, self._others)
+        how = ChainParts(self._compute, self._attention, self._inputs, picking(device), capture, self.bound, self.few, self._others)
         self._chain = Chain(how)
 
     def detach(self) -> None:
@@ -56,12 +56,12 @@ class DeviceDraft(DraftModel):
 
     @torch.inference_mode()
     def _catch_up(self, ends: Mapping[Sequence, int]) -> None:
-        runs, left = list[Run](), self._inputs.capacity.max_num_batched_tokens
+        runs, left = list[TokenRun](), self._inputs.capacity.max_num_batched_tokens
         for seq, end in ends.items():
             start = min(seq.drafted, end - 1)
             while start < end:
                 stop = min(end, start + left)
-                runs.append(Run(seq, start, seq.tokens[start:stop], seq.blocks, stop - start == 1, start))
+                runs.append(TokenRun(seq, start, seq.tokens[start:stop], seq.blocks, stop - start == 1, start))
                 left -= stop - start
                 if not left or len(runs) == self._inputs.capacity.max_num_seqs or stop < end:
                     self._fill(runs)
@@ -71,7 +71,7 @@ class DeviceDraft(DraftModel):
         for seq, end in ends.items():
             seq.drafted = end
 
-    def _fill(self, runs: Seq[Run]) -> None:
+    def _fill(self, runs: Seq[TokenRun]) -> None:
         """Computes the KV of these tokens."""
         if not runs:
             return
@@ -79,7 +79,7 @@ class DeviceDraft(DraftModel):
         self._attention.begin(step)
         self._runner.model.forward(step.tokens, step.positions, self._attention, self._inputs.upload([]))
 
-    def _guess(self, near: Seq[Ask]) -> list[Seq[int]]:
+    def _guess(self, near: Seq[DraftRequest]) -> list[Seq[int]]:
         assert self._chain is not None, "place it first"
         if not near:
             return []
@@ -87,14 +87,14 @@ class DeviceDraft(DraftModel):
         for ask in near:
             seq, known = ask.seq, len(ask.seq.tokens)
             start = min(seq.drafted, known - 1)
-            run = Run(seq, start, seq.tokens[start:], seq.blocks, False, start)
+            run = TokenRun(seq, start, seq.tokens[start:], seq.blocks, False, start)
             room = len(seq.blocks) * self._inputs.block_size
-            lanes.append(Lane(run, min(room, known - 1 + ask.most) - 1, seq.params, known))
+            lanes.append(DraftLane(run, min(room, known - 1 + ask.most) - 1, seq.params, known))
         drafts, others = self._chain.draft(lanes, max(ask.most for ask in near))
         return trees(near, [self._said(ask, draft) for ask, draft in zip(near, drafts, strict=True)], others if self._others else [])
 
-    def _said(self, ask: Ask, draft: Seq[int]) -> list[int]:
-        """As many as were asked for, up to the end that the draft sees."""
+    def _said(self, ask: DraftRequest, draft: Seq[int]) -> list[int]:
+        """The guesses that were asked for, up to the end that the draft sees."""
         draft = draft[: ask.most]
         if ask.seq.params.ignore_eos:
             return [*draft]
@@ -106,5 +106,5 @@ class DeviceDraft(DraftModel):
 def drafting_attention(kv: Tensor, layers: Seq[LayerAttention], heads: int, value_dim: int, inputs: Inputs) -> DeviceAttention:
     """Our own kernels, which read what a step has written for the next one, where they are possible."""
     _, _, parts, _, size, dim = kv.shape
-    facts = Facts(kv.device.type, kv.dtype, size, dim, parts)
+    facts = BackendFacts(kv.device.type, kv.dtype, size, dim, parts)
     return make_attention("torch" if why_not("triton", facts) else "triton", kv, layers, heads, value_dim, inputs)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from baton.engine.core.drafting import Ask, Drafter, Tree
+from baton.engine.core.drafting import Drafter, DraftRequest, Tree
 from baton.engine.core.kvcache import DraftKv
 from baton.engine.core.protocol import Chunk, NothingToSample, Tokens
 from baton.engine.core.sampling import Sampled
@@ -29,7 +29,7 @@ from baton.engine.measure_steps import draft_costs
 from baton.engine.model.attention import Span
 from baton.engine.model.projections import Attention
 from baton.engine.model.sampler import draws_alone, greatest, sample, takes_greatest
-from baton.engine.runner import ModelRunner, Part
+from baton.engine.runner import ForwardPart, ModelRunner
 
 if TYPE_CHECKING:
     from baton.engine.draft_steps import DraftSteps
@@ -73,7 +73,7 @@ class DraftModel(Drafter):
         ends = {chunk.seq: chunk.seq.computed + chunk.n for chunk in batch if chunk.n > 1 or chunk.seq.hold}
         self._catch_up({seq: end for seq, end in ends.items() if seq.drafted < end})
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         """Greedy guesses of a greedy sequence; of another, what the draft would draw. None of one that is still far behind."""
         ends, left = dict[Sequence, int](), CAUGHT_UP
         for seq in (ask.seq for ask in asks):
@@ -87,7 +87,7 @@ class DraftModel(Drafter):
             seq.drafted = len(seq.tokens)
         return [drafts.get(ask.seq, []) for ask in asks]
 
-    def _guess(self, near: Seq[Ask]) -> list[Seq[int]]:
+    def _guess(self, near: Seq[DraftRequest]) -> list[Seq[int]]:
         plain = all(ask.seq.matcher is None and takes_greatest(ask.seq.params) for ask in near)
         return self._greedy(near) if plain else self._chained(near) or self._drawn(near)
 
@@ -110,7 +110,7 @@ class DraftModel(Drafter):
         """The last guess of a draft has no KV: nothing followed it."""
         seq.drafted += min(accepted, drafted - 1)
 
-    def _greedy(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def _greedy(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         drafts: list[list[int]] = [[] for _ in asks]
         others: list[list[int]] = []
         parts = {i: part(ask.seq, len(ask.seq.tokens), 1, self._runner.takes_steps) for i, ask in enumerate(asks)}
@@ -122,7 +122,7 @@ class DraftModel(Drafter):
             parts = {i: self._after(asks[i].seq, drafts[i]) for i in parts if self._goes_on(asks[i], drafts[i])}
         return trees(asks, [list(takewhile(lambda token: token >= 0, draft)) for draft in drafts], others)
 
-    def _greatest(self, parts: Seq[Part], steps: int) -> tuple[list[list[int]], list[list[int]]]:
+    def _greatest(self, parts: Seq[ForwardPart], steps: int) -> tuple[list[list[int]], list[list[int]]]:
         """The likeliest token after each part, or what follows that, too: up to `steps`. And the next likeliest after each part."""
         spans, tokens = [part.span for part in parts], [part.tokens for part in parts]
         chained = self._steps.guesses(spans, tokens, steps) if self._steps and all(span.steps for span in spans) else None
@@ -132,7 +132,7 @@ class DraftModel(Drafter):
         others: list[list[int]] = logits.topk(1 + self._others).indices[:, 1:].tolist() if self._others else []
         return [[token] for token in (greatest(logits).tolist() if best is None else best)], others
 
-    def _chained(self, asks: Seq[Ask]) -> list[Seq[int]] | None:
+    def _chained(self, asks: Seq[DraftRequest]) -> list[Seq[int]] | None:
         """What it draws in one call, as many guesses for each; None: draw them step by step."""
         params = [ask.seq.params for ask in asks]
         if self._steps is None or not asks or not all(ask.seq.matcher is None and draws_alone(ask.seq.params) for ask in asks):
@@ -145,7 +145,7 @@ class DraftModel(Drafter):
         found = self._steps.guesses([each.span for each in parts], [each.tokens for each in parts], min(ask.most for ask in asks), params)
         return found and [list(takewhile(lambda token: token >= 0, draft)) for draft in found[0]]
 
-    def _drawn(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def _drawn(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         drafts: list[list[int]] = [[] for _ in asks]
         others: list[list[int]] = []
         seqs = [imagined(ask.seq) for ask in asks]
@@ -167,7 +167,7 @@ class DraftModel(Drafter):
     def _say(self, logits: Tensor, seqs: Seq[Sequence], best: list[int] | None = None) -> list[Sampled]:
         return sample(logits, seqs, self._runner.eos_token_ids, best, self._runner.model.ops.draw)
 
-    def _last(self, parts: Seq[Part]) -> tuple[Tensor, list[int] | None]:
+    def _last(self, parts: Seq[ForwardPart]) -> tuple[Tensor, list[int] | None]:
         """The logits after each part, and the likeliest token if it is known."""
         logits, best, _ = self._runner.logits_of(parts)
         if len(logits) == len(parts):
@@ -175,10 +175,10 @@ class DraftModel(Drafter):
         last = [end - 1 for end in accumulate(part.wants for part in parts)]  # a recorded step gives all rows
         return logits[last], best and [best[row] for row in last]
 
-    def _after(self, seq: Sequence, draft: Seq[int]) -> Part:
-        return Part(Span(len(seq.tokens) + len(draft) - 1, 1, seq.blocks, self._runner.takes_steps), draft[-1:], 1)
+    def _after(self, seq: Sequence, draft: Seq[int]) -> ForwardPart:
+        return ForwardPart(Span(len(seq.tokens) + len(draft) - 1, 1, seq.blocks, self._runner.takes_steps), draft[-1:], 1)
 
-    def _goes_on(self, ask: Ask, draft: Seq[int]) -> bool:
+    def _goes_on(self, ask: DraftRequest, draft: Seq[int]) -> bool:
         ended = not ask.seq.params.ignore_eos and draft[-1] in self._runner.eos_token_ids
         return len(draft) < ask.most and draft[-1] >= 0 and not ended
 
@@ -189,7 +189,7 @@ def imagined(seq: Sequence) -> Sequence:
     return Sequence(seq.id, [*seq.tokens], seq.prompt_len, params, seq.root, matcher=seq.matcher, guessed=True)
 
 
-def trees(asks: Seq[Ask], drafts: Seq[list[int]], others: Seq[list[int]]) -> list[Seq[int]]:
+def trees(asks: Seq[DraftRequest], drafts: Seq[list[int]], others: Seq[list[int]]) -> list[Seq[int]]:
     """The drafts, with other choices of the first token of each, where they are of use and known."""
     made: list[Seq[int]] = [*drafts]
     for i, more in enumerate(others):
@@ -213,9 +213,9 @@ def other_choices(logits: Tensor, said: Seq[Sampled], most: int, say: Callable[[
     return found
 
 
-def part(seq: Sequence, end: int, wants: int, steps: bool = False) -> Part:
+def part(seq: Sequence, end: int, wants: int, steps: bool = False) -> ForwardPart:
     """What is not drafted before `end`, but at least the last token. With `steps`, a few are steps, which give the logits of all."""
     start = min(seq.drafted, end - 1)
     n = end - start
     steps = steps and n <= FEW
-    return Part(Span(start, n, seq.blocks, steps), seq.tokens[start:end], n if steps else wants)
+    return ForwardPart(Span(start, n, seq.blocks, steps), seq.tokens[start:end], n if steps else wants)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from baton.engine.core.drafting import Ask, Drafter
+from baton.engine.core.drafting import Drafter, DraftRequest
 from baton.engine.core.kvcache import DraftKv, KvLayout
 from baton.engine.core.protocol import Chunk, NothingToSample, Tokens, path
 from baton.engine.core.sampling import Sampled
@@ -47,8 +47,8 @@ FEW = 16  # tokens of a sequence that are caught up in the first step of a draft
 CAUGHT_UP = 512  # tokens of all sequences that are computed so in a step: a stream beside them waits no longer
 
 
-class Kept(NamedTuple):
-    """Of one step."""
+class KeptStates(NamedTuple):
+    """What is kept of one step."""
 
     states: Tensor  # [n, H]
     numbers: Seq[int]  # of their sequences
@@ -73,7 +73,7 @@ class HeadDrafter(Drafter):
         self._costs = DraftCosts()
         self._steps: DraftSteps | None = None
         self._numbers: dict[Sequence, int] = {}  # of sequences whose states are kept
-        self._kept, self._kept_rows = deque[Kept](), 0
+        self._kept, self._kept_rows = deque[KeptStates](), 0
         self._unasked = KEPT + 1  # rows since the last question; at first, nothing is kept for one
         self._next = 0  # number
 
@@ -122,7 +122,7 @@ class HeadDrafter(Drafter):
         self._keep(batch, rows, hidden, yields)
 
     @torch.inference_mode()
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         """Greedy guesses of a greedy sequence; of another, what is drawn with the noise that the model will draw with. None of one that is
         still far behind."""
         self._unasked = 0
@@ -131,7 +131,7 @@ class HeadDrafter(Drafter):
         drafts = dict(zip((ask.seq for ask in near), self._chained(near) or self._drawn(near), strict=True))
         return [drafts.get(ask.seq, []) for ask in asks]
 
-    def _chained(self, asks: Seq[Ask]) -> list[Seq[int]] | None:
+    def _chained(self, asks: Seq[DraftRequest]) -> list[Seq[int]] | None:
         """What it guesses in one call, as many for each; None: guess step by step."""
         params = [ask.seq.params for ask in asks]
         greedy = all(map(takes_greatest, params))
@@ -158,13 +158,13 @@ class HeadDrafter(Drafter):
             ask.seq.drafted = len(ask.seq.tokens)
         return trees(asks, [list(takewhile(lambda token: token >= 0, draft)) for draft in found[0]], found[1])
 
-    def _waiting(self, asks: Seq[Ask]) -> tuple[list[int], Tensor]:
+    def _waiting(self, asks: Seq[DraftRequest]) -> tuple[list[int], Tensor]:
         """How many tokens of each wait for the first step, at least the last one, and the hidden states before them."""
         waiting = [max(1, len(ask.seq.tokens) - ask.seq.drafted) for ask in asks]
         states = [self._before(ask.seq, len(ask.seq.tokens) - n, n) for ask, n in zip(asks, waiting, strict=True)]
         return waiting, states[0] if len(states) == 1 else torch.cat(states)
 
-    def _drawn(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def _drawn(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         drafts: list[list[int]] = [[] for _ in asks]
         others: list[list[int]] = []
         seqs, going = [imagined(ask.seq) for ask in asks], list(range(len(asks)))
@@ -267,7 +267,7 @@ class HeadDrafter(Drafter):
                 seqs += [chunk.seq] * len(way)
             kept = hidden[self._tensor(taken)]
         numbers = [self._numbers.get(seq) or self._number(seq) for seq in seqs]
-        self._kept.append(Kept(kept, numbers, positions))
+        self._kept.append(KeptStates(kept, numbers, positions))
         self._kept_rows += len(kept)
         while self._kept_rows > KEPT:
             self._kept_rows -= len(self._kept.popleft().states)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import accumulate, product
 
-from baton.engine.core.drafting import Ask, Drafter
+from baton.engine.core.drafting import Drafter, DraftRequest
 from baton.engine.core.engine import Engine
 from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Chunk, Runner
@@ -82,7 +82,7 @@ class _Zeros(Drafter):
     def __init__(self, guesses: int) -> None:
         self.bound = guesses
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         return [[0] * ask.most for ask in asks]
 
 
@@ -112,7 +112,7 @@ def draft_costs(drafter: Drafter, most: int, block_size: int, on_device: bool = 
     def run(sequences: int, count: int, waiting: int, temperature: float = 0.0) -> None:
         params = SamplingParams(max_tokens=2, temperature=temperature, ignore_eos=True)
         seqs = [Sequence(f"measured{i}", [0] * 3, 1, params, b"", computed=2, drafted=3 - waiting, blocks=blocks) for i in range(sequences)]
-        drafter.propose([Ask(seq, count) for seq in seqs])
+        drafter.propose([DraftRequest(seq, count) for seq in seqs])
 
     def line(count: int) -> Line:
         return measured(lambda sequences: run(sequences, count, usual), max(2, most), clock_of(on_device))

@@ -17,7 +17,7 @@ RANKS = ("tensor_parallel_size", "pipeline_parallel_size")  # arguments of vLLM;
 
 
 def ranks(given: Mapping[str, Any]) -> int:
-    """Of vLLM with these arguments. One that cannot be counts as 1 here; the engine refuses it by name."""
+    """How many ranks vLLM has with these arguments. One that cannot be counts as 1 here; the engine refuses it by name."""
     return prod(count for name in RANKS if isinstance(count := given.get(name, 1), int) and count > 0)
 
 
@@ -228,7 +228,7 @@ class EngineOptions(Section):
 
     @property
     def kv_stored(self) -> str:
-        """As in `KvLayout.stored`."""
+        """See `KvLayout.stored`."""
         return "" if self.kv_dtype == "auto" else self.kv_dtype
 
     @property
@@ -280,6 +280,6 @@ class Options:
 
     @property
     def block_size(self) -> int:
-        """Of options that are settled (`baton.engine.defaults`)."""
+        """The block size of options that are settled (`baton.engine.defaults`)."""
         assert self.engine.block_size is not None, "settle the options first"
         return self.engine.block_size

@@ -52,7 +52,7 @@ def ignore_progress(done: int, total: int) -> None:
     """Serves callers that do not follow the load."""
 
 
-class Part(NamedTuple):
+class ForwardPart(NamedTuple):
     """A span with its tokens `[span.tokens]`, and of how many of them, the last ones, the logits are wanted."""
 
     span: Span
@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """Of parts, in their order. The next step may overwrite it."""
+    """The results of parts, in their order. The next step may overwrite it."""
 
     logits: Tensor  # float32 [R, V], a row for each token whose logits are wanted
     best: list[int] | None  # what `sampler.greatest` finds in them if it is known
@@ -234,7 +234,7 @@ class ModelRunner:
             return self._mixed(batch, self._long)
         return self.logits_of([part for chunk in batch for part in parts_of(chunk, self.takes_steps)])
 
-    def logits_of(self, parts: Seq[Part]) -> Computed:
+    def logits_of(self, parts: Seq[ForwardPart]) -> Computed:
         if self._steps is not None and all(part.span.steps and part.wants == len(part.tokens) for part in parts):
             tokens = list(chain.from_iterable(part.tokens for part in parts))
             if (found := self._steps.logits([part.span for part in parts], tokens)) is not None:
@@ -258,12 +258,12 @@ class ModelRunner:
         return Computed(torch.cat([logits[i] for i in range(len(batch))]), None, None)
 
     @torch.inference_mode()
-    def _planned(self, parts: Seq[Part], paged: PagedKv) -> Computed:
+    def _planned(self, parts: Seq[ForwardPart], paged: PagedKv) -> Computed:
         order = batch_order([part.span for part in parts])
         meta = plan([parts[i].span for i in order], paged, self.model.config.attention)
         return self._computed(parts, order, meta.positions, PagedAttention(paged, meta))
 
-    def _computed(self, parts: Seq[Part], order: list[int], given: Tensor, attention: Attention) -> Computed:
+    def _computed(self, parts: Seq[ForwardPart], order: list[int], given: Tensor, attention: Attention) -> Computed:
         """`given`: the positions of the parts in this order."""
         tokens: list[int] = []
         own: dict[int, range] = {}  # part → rows of the step
@@ -313,18 +313,20 @@ def _sampled(token: int) -> Sampled:
     return Sampled(token)
 
 
-def parts_of(chunk: Chunk, exact: bool) -> list[Part]:
+def parts_of(chunk: Chunk, exact: bool) -> list[ForwardPart]:
     """A chunk's part of the prompt, and its part of the output with the guesses, which is computed as steps: so what is computed again, or
     in one step with what follows, has the bits that it had. Without `exact`, one part, and there can be no branches."""
     seq, start, end = chunk.seq, chunk.seq.computed, chunk.seq.computed + chunk.n + len(chunk.drafts)
     if chunk.branches:
         assert exact, "branches are steps"
         branches = tuple(Span(start + 1, len(branch.drafts), branch.blocks, steps=True) for branch in chunk.branches)
-        return [Part(Span(start, end - start, seq.blocks, True, branches), chunk.tokens, chunk.positions)]
+        return [ForwardPart(Span(start, end - start, seq.blocks, True, branches), chunk.tokens, chunk.positions)]
     cut = min(max(start, seq.prompt_len), end) if exact else end
     spans = (Span(start, cut - start, seq.blocks), Span(cut, end - cut, seq.blocks, steps=True))
     sampled = start + chunk.n - 1 if chunk.samples else end
     tokens, first = chunk.tokens, start if chunk.scored else sampled  # the first position whose logits are wanted
     return [
-        Part(span, tokens[span.start - start :][: span.n], max(0, span.start + span.n - max(first, span.start))) for span in spans if span.n
+        ForwardPart(span, tokens[span.start - start :][: span.n], max(0, span.start + span.n - max(first, span.start)))
+        for span in spans
+        if span.n
     ]

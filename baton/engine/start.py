@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from baton.engine.build import BuildError, Built, build, check
 from baton.engine.core.agreed import Agree, agreeing, alone
-from baton.engine.core.colder import Tiers
+from baton.engine.core.colder import ColderTiers
 from baton.engine.core.contract import Listener, ServingEngine
 from baton.engine.core.engine import Engine
 from baton.engine.core.loop import EngineLoop
@@ -22,7 +22,7 @@ async def start_engine(
     options: Options,
     listener: Listener,
     progress: Progress = ignore,
-    tiers: Tiers | None = None,
+    tiers: ColderTiers | None = None,
     built: Callable[[Engine], object] = lambda engine: None,
     agree: Agree = alone,
 ) -> ServingEngine:

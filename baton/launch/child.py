@@ -95,7 +95,7 @@ class Child:
         return ProcessState(self._name, self._template.role, pid, state, self._restarts.count, self._last_exit, self._node)
 
     async def stop(self) -> ProcessState:
-        """`Place.stop`. May be called again, and may be cancelled: the draining goes on."""
+        """`ProcessKeeper.stop`. May be called again, and may be cancelled: the draining goes on."""
         if not self._asked.is_set() and self._state != "idle":
             self._move("ask")
         self._asked.set()
@@ -104,7 +104,7 @@ class Child:
         return await self.state()
 
     async def hurry(self) -> None:
-        """`Place.hurry`."""
+        """`ProcessKeeper.hurry`."""
         self._hurried.set()
 
     async def _supervise(self) -> None:

@@ -9,41 +9,41 @@ from pathlib import Path
 from typing import Any
 
 from baton.cluster.config import Config, ConfigError
-from baton.cluster.device import Choice, choose
+from baton.cluster.device import DeviceChoice, choose
 from baton.cluster.records import ROLES
 from baton.engine.options import ranks
-from baton.launch.placing import LEAST_FREE, Demand, Gpus, NoRoom, kinds, spared
+from baton.launch.placing import LEAST_FREE, GpuDemand, Gpus, NoRoom, kinds, spared
 from baton.launch.plan import UpError
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class SettledConfig:
     config: Config
     gpus: Gpus | None = None  # None: the processes see to it themselves
     note: str = ""  # for the person who starts the cluster
 
 
-def settle(config: Config, choice: Choice | None = None) -> Settled:
+def settle(config: Config, choice: DeviceChoice | None = None) -> SettledConfig:
     """`choice`: what there is, if that was found out already. Raises UpError, ConfigError."""
     if config.launcher.ray_address is not None:
-        return Settled(config)
+        return SettledConfig(config)
     try:
         choice = choice or choose(config.engine.device)
     except ValueError as error:
         raise UpError(str(error)) from None
     config = concrete(config, choice.device)
     if choice.device == "cpu" or choice.devices is None:
-        return Settled(config, None, choice.note)
+        return SettledConfig(config, None, choice.note)
     devices, full = spared(choice.devices, least_free(config))
     try:
-        found = kinds(devices, [Demand(role, getattr(config, role).gpus, getattr(config, role).replicas) for role in ROLES], full)
+        found = kinds(devices, [GpuDemand(role, getattr(config, role).gpus, getattr(config, role).replicas) for role in ROLES], full)
     except NoRoom as error:
         raise UpError(f"engine.device cuda: {error}") from None
     if config.launcher.kind == "ray":
         devices = tuple(device for device in devices if device.kind in found.values())
         if len({device.kind for device in devices}) > 1:
             raise UpError("launcher.kind ray cannot tell unlike GPUs apart: name those of one kind in CUDA_VISIBLE_DEVICES")
-    return Settled(config, Gpus(devices, found), choice.note)
+    return SettledConfig(config, Gpus(devices, found), choice.note)
 
 
 def settle_afar(config: Config, gpus: float) -> Config:

@@ -1,9 +1,9 @@
 """How the processes of a cluster are run: the launchers' contract (`PoolManager`), and the rules of those that own processes (`Launcher`).
 
 1 `Launcher.add` gives a role its `Template` and its first processes → 2 `Roster` names each one `role-index`, a name that is never reused →
-3 `_open` puts each in a `Place`: a child process, here or on a node of Ray → 4 a process that hangs (`Watchdog`) is killed; one that ends
-by itself is restarted under its name, after the wait that `Restarts` decides → 5 `resize` opens new names or drains the highest ones →
-6 `stop` drains them all, those that hand out work first.
+3 `_open` puts each in a `ProcessKeeper`: a child process, here or on a node of Ray → 4 a process that hangs (`Watchdog`) is killed; one
+that ends by itself is restarted under its name, after the wait that `Restarts` decides → 5 `resize` opens new names or drains the highest
+ones → 6 `stop` drains them all, those that hand out work first.
 
 No part of a request passes through a launcher, so a slow launcher delays no token.
 """
@@ -198,7 +198,7 @@ def _natural(count: int) -> int:
     return count
 
 
-class Place(Protocol):
+class ProcessKeeper(Protocol):
     """Keeps the process of one name alive. No method raises, and all are bounded."""
 
     async def state(self) -> ProcessState: ...
@@ -251,14 +251,14 @@ class Launcher(PoolManager):
 
     def __init__(self) -> None:
         self._roster = Roster()
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, ProcessKeeper] = {}
         self._drains: dict[str, asyncio.Task[ProcessState]] = {}
         self._changing = asyncio.Lock()
         self._stopped = False
         self._hurried = False
 
     @abstractmethod
-    async def _open(self, template: Template, names: list[str]) -> dict[str, Place]:
+    async def _open(self, template: Template, names: list[str]) -> dict[str, ProcessKeeper]:
         """Starts all of them, or raises and starts none. Raises SATURATED if there is no room after a bounded wait."""
 
     async def gpus(self) -> float:

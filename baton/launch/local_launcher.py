@@ -6,8 +6,8 @@ from pathlib import Path
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.gpus import VISIBLE
 from baton.launch.child import Child
-from baton.launch.launcher import Launcher, Place, RestartRule, Template
-from baton.launch.placing import Demand, Gpus, Held, place
+from baton.launch.launcher import Launcher, ProcessKeeper, RestartRule, Template
+from baton.launch.placing import GpuDemand, Gpus, HeldGpus, place
 
 
 class LocalLauncher(Launcher):
@@ -19,15 +19,15 @@ class LocalLauncher(Launcher):
         self._rule = rule or RestartRule()
         self._log_dir = log_dir
         self._gpus = gpus
-        self._held: dict[str, Held] = {}  # by name; also of drained names
+        self._held: dict[str, HeldGpus] = {}  # by name; also of drained names
 
     async def start(self) -> None:
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
 
-    async def _open(self, template: Template, names: list[str]) -> dict[str, Place]:
+    async def _open(self, template: Template, names: list[str]) -> dict[str, ProcessKeeper]:
         self._held = self._hold_gpus(template, names)
-        places: dict[str, Place] = {}
+        places: dict[str, ProcessKeeper] = {}
         for name in names:
             env = dict(os.environ)
             if self._gpus is not None:
@@ -39,12 +39,12 @@ class LocalLauncher(Launcher):
     async def _close(self) -> None:
         self._held.clear()
 
-    def _hold_gpus(self, template: Template, names: list[str]) -> dict[str, Held]:
+    def _hold_gpus(self, template: Template, names: list[str]) -> dict[str, HeldGpus]:
         """Which name holds which devices once `names` have theirs. Raises SATURATED, and changes nothing."""
         if self._gpus is None:
             return {}
         held = {name: self._held[name] for name in self._places if name in self._held}
-        given = place(self._gpus.devices, held, Demand(template.role, template.gpus, len(names)), names, self._gpus.kinds)
+        given = place(self._gpus.devices, held, GpuDemand(template.role, template.gpus, len(names)), names, self._gpus.kinds)
         if given is None:
             there = ", ".join(map(str, self._gpus.devices)) or "none"
             used = "; ".join(f"{name} has {' and '.join(map(str, each.devices))}" for name, each in held.items() if each.devices)

@@ -31,7 +31,7 @@ class Gpus:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class GpuDemand:
     role: str
     gpus: float  # of each process; less than 1: a share of one
     replicas: int
@@ -47,7 +47,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldGpus:
     role: str
     share: float  # of each device
     devices: tuple[Device, ...]
@@ -63,7 +63,7 @@ def spared(devices: Iterable[Device], least: int = LEAST_FREE) -> tuple[tuple[De
     return tuple(each for each in every if each not in full), said
 
 
-def kinds(devices: Sequence[Device], demands: Sequence[Demand], full: str = "") -> dict[str, str]:
+def kinds(devices: Sequence[Device], demands: Sequence[GpuDemand], full: str = "") -> dict[str, str]:
     """The kind of device for each pool; the same for all if there is one that suffices. `full`: what `spared` says. Raises NoRoom."""
     wanting = [demand for demand in demands if demand.count and demand.replicas]
     there = list(dict.fromkeys(device.kind for device in devices))
@@ -75,8 +75,8 @@ def kinds(devices: Sequence[Device], demands: Sequence[Demand], full: str = "") 
     raise NoRoom(lacking(devices, wanting, full))
 
 
-def _fits(devices: Sequence[Device], demands: Sequence[Demand], found: Mapping[str, str]) -> bool:
-    held: dict[str, Held] = {}
+def _fits(devices: Sequence[Device], demands: Sequence[GpuDemand], found: Mapping[str, str]) -> bool:
+    held: dict[str, HeldGpus] = {}
     for demand in demands:
         given = place(devices, held, demand, [f"{demand.role}-{number}" for number in range(demand.replicas)], found)
         if given is None:
@@ -86,25 +86,25 @@ def _fits(devices: Sequence[Device], demands: Sequence[Demand], found: Mapping[s
 
 
 def place(
-    devices: Sequence[Device], held: Mapping[str, Held], demand: Demand, names: Sequence[str], found: Mapping[str, str]
-) -> dict[str, Held] | None:
+    devices: Sequence[Device], held: Mapping[str, HeldGpus], demand: GpuDemand, names: Sequence[str], found: Mapping[str, str]
+) -> dict[str, HeldGpus] | None:
     """What each of `names` gets; None if there is no room for all. `held`: what processes have, by name; `found`: as `kinds` told."""
     if not demand.count:
-        return {name: Held(demand.role, 0.0, ()) for name in names}
+        return {name: HeldGpus(demand.role, 0.0, ()) for name in names}
     own = next((each.devices[0].kind for each in held.values() if each.role == demand.role and each.devices), found.get(demand.role))
     for kind in [own] if own is not None else dict.fromkeys(device.kind for device in devices):
-        given: dict[str, Held] = {}
+        given: dict[str, HeldGpus] = {}
         for name in names:
             taken = _pick([device for device in devices if device.kind == kind], [*held.values(), *given.values()], demand)
             if taken is None:
                 break
-            given[name] = Held(demand.role, demand.share, taken)
+            given[name] = HeldGpus(demand.role, demand.share, taken)
         else:
             return given
     return None
 
 
-def _pick(devices: Sequence[Device], held: Sequence[Held], demand: Demand) -> tuple[Device, ...] | None:
+def _pick(devices: Sequence[Device], held: Sequence[HeldGpus], demand: GpuDemand) -> tuple[Device, ...] | None:
     """The devices of one process: the first that is free, and those that it reaches best."""
 
     def room(device: Device) -> bool:
@@ -126,7 +126,7 @@ def _reach(one: Device, other: Device) -> int:
     return {"NVLink": 2, "P2P": 1}.get(one.peers.get(other.gpu, ""), 0)
 
 
-def lacking(devices: Sequence[Device], demands: Sequence[Demand], full: str = "") -> str:
+def lacking(devices: Sequence[Device], demands: Sequence[GpuDemand], full: str = "") -> str:
     """The sentences for a person whose GPUs do not suffice."""
     workers = sum(demand.replicas for demand in demands)
     pools = ", ".join(f"{demand.role}: {demand.replicas} x {demand.gpus:g}" for demand in demands)

@@ -172,7 +172,7 @@ def templates(config: Config, ports: Ports, label: str = "") -> list[tuple[Templ
 
 
 def router_ports(config: Config, ports: Ports) -> tuple[dict[str, str], ...]:
-    """For each router, the variables that set its ports. They stay the same when it is restarted, so that clients find it again."""
+    """The variables that set the ports of each router. They stay the same when it is restarted, so that clients find it again."""
     keys_of = {key.name: key.env for key in keys()}
     made: list[dict[str, str]] = [{}]
     for _ in range(1, config.router.replicas):

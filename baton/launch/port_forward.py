@@ -109,7 +109,7 @@ class Forward:
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Until either has ended."""
+    """Copies until either has ended."""
     with contextlib.suppress(OSError):
         while data := source.recv(PIECE):
             target.sendall(data)

@@ -18,7 +18,7 @@ FILES = ("tls_cert", "tls_key", "tls_ca", "api_keys", "redis_ca")  # of `securit
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class ModuleNeed:
     key: str
     value: str  # with which the module is needed; *: any
     module: str
@@ -26,15 +26,15 @@ class Need:
 
 
 NEEDS = (
-    Need("engine.kind", "vllm", "vllm", "pip install 'baton-llm[vllm]'; for a CPU: python scripts/install_vllm.py"),
-    Need("telemetry.otlp_endpoint", "*", "opentelemetry.sdk", "pip install 'baton-llm[otel]'"),
-    Need("telemetry.otlp_endpoint", "*", "opentelemetry.exporter.otlp.proto.grpc", "pip install 'baton-llm[otel]'"),
-    Need("kv.transport", "nixl", "nixl_cu13", "pip install nixl-cu13 (Linux), or set kv.transport to auto"),
-    Need("engine.attention_backend", "flashinfer", "flashinfer", "pip install 'baton-llm[gpu]'"),
-    Need("engine.attention_backend", "flash_attn", "flash_attn", "it is built from source: docs/gpus.md says how; auto does without"),
-    Need("engine.attention_backend", "triton", "triton", "pip install triton"),
+    ModuleNeed("engine.kind", "vllm", "vllm", "pip install 'baton-llm[vllm]'; for a CPU: python scripts/install_vllm.py"),
+    ModuleNeed("telemetry.otlp_endpoint", "*", "opentelemetry.sdk", "pip install 'baton-llm[otel]'"),
+    ModuleNeed("telemetry.otlp_endpoint", "*", "opentelemetry.exporter.otlp.proto.grpc", "pip install 'baton-llm[otel]'"),
+    ModuleNeed("kv.transport", "nixl", "nixl_cu13", "pip install nixl-cu13 (Linux), or set kv.transport to auto"),
+    ModuleNeed("engine.attention_backend", "flashinfer", "flashinfer", "pip install 'baton-llm[gpu]'"),
+    ModuleNeed("engine.attention_backend", "flash_attn", "flash_attn", "it is built from source: docs/gpus.md says how; auto does without"),
+    ModuleNeed("engine.attention_backend", "triton", "triton", "pip install triton"),
 )
-RAY = Need("launcher.kind", "ray", "ray", "pip install ray")
+RAY = ModuleNeed("launcher.kind", "ray", "ray", "pip install ray")
 
 
 def check_here(config: Config) -> None:

@@ -31,7 +31,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.gpus import VISIBLE
 from baton.cluster.packages import HOME
 from baton.launch.child import KILLED_S, Child
-from baton.launch.launcher import Launcher, Place, ProcessState, RestartRule, Template
+from baton.launch.launcher import Launcher, ProcessKeeper, ProcessState, RestartRule, Template
 from baton.launch.placing import Gpus
 
 REACHABLE_S = 5.0
@@ -41,7 +41,7 @@ ANSWER_S = 2.0  # for a supervisor to report the state of its child
 PARTING_S = KILLED_S + 5.0  # beyond the grace period, for a supervisor to report that its child is gone
 
 
-class Supervisor:
+class RaySupervisor:
     """The actor. Ray builds it on the thread of its event loop, after a crash too, so the child can be started in the constructor."""
 
     def __init__(self, name: str, template: Template, rule: RestartRule, log_dir: Path | None, cwd: str) -> None:
@@ -86,7 +86,7 @@ class _Room:
 
 @dataclass(slots=True)
 class _RayPlace:
-    """A `Place` whose supervisor may be unreachable for a while."""
+    """A `ProcessKeeper` whose supervisor may be unreachable for a while."""
 
     supervisor: Any
     room: _Room | None
@@ -219,7 +219,7 @@ class RayLauncher(Launcher):
         if self._address is None:
             if self._gpus is not None:  # Ray hands out what this variable names
                 os.environ[VISIBLE] = ",".join(device.token for device in self._gpus.devices)
-            # `address="local"`: otherwise the remains of a killed cluster are taken for a living one. Niceness: see Supervisor. Supervisors
+            # `address="local"`: otherwise the remains of a killed cluster are taken for a living one. Niceness: see RaySupervisor. These
             # cannot use prestarted workers, one idle Python per core, because they need another PYTHONPATH.
             self._init(
                 address="local",
@@ -246,7 +246,7 @@ class RayLauncher(Launcher):
             await self._call(ray.shutdown)  # ends the cluster only if this process started it
         self._thread.shutdown(wait=False)
 
-    async def _open(self, template: Template, names: list[str]) -> dict[str, Place]:
+    async def _open(self, template: Template, names: list[str]) -> dict[str, ProcessKeeper]:
         places: dict[str, _RayPlace] = {}
         try:
             await self._call(self._ask_for, template, names, places)
@@ -259,7 +259,7 @@ class RayLauncher(Launcher):
 
     def _ask_for(self, template: Template, names: list[str], places: dict[str, _RayPlace]) -> None:
         """Blocks, but does not wait for room."""
-        actor = ray.remote(Supervisor)
+        actor = ray.remote(RaySupervisor)
         plain = replace(template, env=dict(template.env))  # a read-only view of a mapping cannot be sent
         for name, room in zip(names, self._rooms.take(template, len(names)), strict=True):
             supervisor = actor.options(

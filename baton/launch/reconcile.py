@@ -1,8 +1,8 @@
 """Brings the pools to their wanted sizes.
 
-`Pool` decides: from wanted sizes and outcomes it derives what to ask of the launcher; it has no clock and awaits nothing. `Reconciler`
-acts: it reads the wanted sizes from the registry and runs each change as its own task, so that a pool that drains for half a minute delays
-neither the next change nor anything else.
+`WorkerPool` decides: from wanted sizes and outcomes it derives what to ask of the launcher; it has no clock and awaits nothing.
+`Reconciler` acts: it reads the wanted sizes from the registry and runs each change as its own task, so that a pool that drains for half a
+minute delays neither the next change nor anything else.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ MOVES = Moves(
 
 
 @dataclass(slots=True)
-class Pool:
+class WorkerPool:
     """One pool: the size that was last asked of the launcher, and the outcome."""
 
     asked: int
@@ -79,7 +79,7 @@ class Reconciler:
         self._launcher = launcher
         self._registry = registry
         self._wanted = sizes
-        self._pools = {"prefill": Pool(sizes.prefill), "decode": Pool(sizes.decode)}
+        self._pools = {"prefill": WorkerPool(sizes.prefill), "decode": WorkerPool(sizes.decode)}
         self._note = note
         self._changes: set[asyncio.Task[None]] = set()
 
@@ -117,7 +117,7 @@ class Reconciler:
             task.cancel()
         await asyncio.gather(*self._changes, return_exceptions=True)
 
-    async def _obey(self, role: str, pool: Pool, change: int, wanted: int, again: bool) -> None:
+    async def _obey(self, role: str, pool: WorkerPool, change: int, wanted: int, again: bool) -> None:
         try:
             await self._launcher.resize(role, wanted)
         except BatonError as error:

@@ -265,7 +265,7 @@ async def unless(event: asyncio.Event, task: "asyncio.Task[Any]", cancel: bool =
 
 
 async def _store(registry: Registry, pools: Pools) -> None:
-    """On a busy machine, a server that has just started may be slow. Raises RegistryUnavailable if it stays so."""
+    """Tries again while a server that has just started is slow, as on a busy machine. Raises RegistryUnavailable if it stays so."""
     deadline = asyncio.get_running_loop().time() + REGISTRY_WITHIN_S
     while True:
         try:

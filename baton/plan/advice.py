@@ -12,7 +12,7 @@ MORE = 64  # times the GPUs that there are: what would be needed
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Advice:
     question: str
     answer: str
     why: str
@@ -62,7 +62,7 @@ def losers(found: Found, search: Search, asked: Question, shown: Sequence[Config
 
 
 def impossible(search: Search, asked: Question, holding: set[str]) -> Iterator[tuple[str, str]]:
-    """Of each kind of GPU that no configuration decodes on: the term that forbids it."""
+    """Each kind of GPU that no configuration decodes on, and the term that forbids it."""
     by_device: dict[str, list[Speed]] = {}
     for speed in search.speeds:
         by_device.setdefault(speed.kind.device.name, []).append(speed)
@@ -78,7 +78,7 @@ def terms(search: Search, asked: Question) -> list[str]:
 
 
 def _term(speeds: Sequence[Speed], asked: Question, objective: str) -> str:
-    """Of the best of these workers, without any queue."""
+    """The term of the best of these workers, without any queue."""
     if all(speed.most < 1 for speed in speeds):
         roomy = max(speeds, key=lambda speed: speed.kv_room)
         return f"memory: KV of one sequence, {roomy.sequence_bytes / 1e9:.2f} GB, does not fit beside the weights on {roomy.kind}"
@@ -109,7 +109,7 @@ def needed(asked: Question, stocks: Sequence[Stock], weight_bits: Sequence[float
     return held[0] if held else None
 
 
-def decisions(asked: Question, stocks: Sequence[Stock], found: Found, bits: tuple[Sequence[float], Sequence[float]]) -> list[Decision]:
+def decisions(asked: Question, stocks: Sequence[Stock], found: Found, bits: tuple[Sequence[float], Sequence[float]]) -> list[Advice]:
     best = found.held[0]
     told = [_tensor(found, asked), _pipeline(best, stocks), _data(best)]
     if asked.shape.experts is not None:
@@ -121,7 +121,7 @@ def decisions(asked: Question, stocks: Sequence[Stock], found: Found, bits: tupl
     return [*told, _tiers(best, asked)]
 
 
-def _tensor(found: Found, asked: Question) -> Decision:
+def _tensor(found: Found, asked: Question) -> Advice:
     best = found.held[0]
     degrees = [pool.kind.tensor for pool in best.pools]
     kind = best.decode.kind
@@ -129,33 +129,31 @@ def _tensor(found: Found, asked: Question) -> Decision:
     step = 1000 * best.decode.speed.steps[0]
     why = f"weights have {weights:.0f} GB and a GPU {kind.device.memory / 1e9:.0f}; a step of one sequence takes {step:.3g} ms"
     if max(degrees) == 1:
-        return Decision("tensor parallelism", "none", f"{why}, so one GPU does")
+        return Advice("tensor parallelism", "none", f"{why}, so one GPU does")
     single = next((one for one in found.held if all(kind.gpus == 1 for kind in one.kinds)), None)
     alone = "do not hold the objectives" if single is None else f"would cost {single.cost:g} an hour"
     why = f"{why}; workers of one GPU {alone}"
-    return Decision("tensor parallelism", " and ".join(f"{each} GPUs" for each in dict.fromkeys(degrees)) + ", inside a node", why)
+    return Advice("tensor parallelism", " and ".join(f"{each} GPUs" for each in dict.fromkeys(degrees)) + ", inside a node", why)
 
 
-def _pipeline(best: Configuration, stocks: Sequence[Stock]) -> Decision:
+def _pipeline(best: Configuration, stocks: Sequence[Stock]) -> Advice:
     stages = max(pool.kind.stages for pool in best.pools)
     if stages == 1:
-        return Decision("pipeline parallelism", "none", "a worker fits into a node; stages add to every step what tensor ranks divide")
+        return Advice("pipeline parallelism", "none", "a worker fits into a node; stages add to every step what tensor ranks divide")
     node = max(stock.per_node for stock in stocks)
     over = any(pool.kind.gpus > node for pool in best.pools)
     why = "the weights need more than a node" if over else "its GPUs would share layers over slow links, or keep all KV each"
-    return Decision("pipeline parallelism", f"{stages} stages" + (", over nodes" if over else ", inside a node"), why)
+    return Advice("pipeline parallelism", f"{stages} stages" + (", over nodes" if over else ", inside a node"), why)
 
 
-def _data(best: Configuration) -> Decision:
+def _data(best: Configuration) -> Advice:
     counts = " and ".join(str(pool.workers) for pool in best.pools)
     if counts == "1":
-        return Decision("data parallelism", "none", "one worker is enough, but nothing goes on while it starts again: two are safer")
-    return Decision(
-        "data parallelism", f"{counts} workers", "each with all weights, on any node: the router spreads requests, none is split"
-    )
+        return Advice("data parallelism", "none", "one worker is enough, but nothing goes on while it starts again: two are safer")
+    return Advice("data parallelism", f"{counts} workers", "each with all weights, on any node: the router spreads requests, none is split")
 
 
-def _experts(best: Configuration, asked: Question) -> Decision:
+def _experts(best: Configuration, asked: Question) -> Advice:
     experts = asked.shape.experts
     assert experts is not None
     kind = best.decode.kind
@@ -163,64 +161,62 @@ def _experts(best: Configuration, asked: Question) -> Decision:
     read = 1 - (1 - experts.per_token / experts.number) ** batch
     told = f"{experts.per_token} of {experts.number} experts a token; a step of {batch:.0f} sequences reads {read:.0%} of them"
     if kind.tensor == 1:
-        return Decision("expert parallelism", "none", f"a GPU, or stage, has its experts whole; {told}")
+        return Advice("expert parallelism", "none", f"a GPU, or stage, has its experts whole; {told}")
     if expert_parallel(kind, asked.shape):
-        return Decision("expert parallelism", f"over the {kind.tensor} GPUs of a worker", f"many small experts: {told}")
-    return Decision("expert parallelism", "none: each GPU has a part of every expert", f"few large experts: {told}")
+        return Advice("expert parallelism", f"over the {kind.tensor} GPUs of a worker", f"many small experts: {told}")
+    return Advice("expert parallelism", "none: each GPU has a part of every expert", f"few large experts: {told}")
 
 
-def _pools(found: Found) -> Decision:
+def _pools(found: Found) -> Advice:
     one = next((each for each in found.held if each.prefill is None), None)
     two = next((each for each in found.held if each.prefill is not None), None)
     if one is None or two is None:
         held, other = (two, "colocated") if one is None else (one, "disaggregated")
-        return Decision(
-            "one pool or two", "two" if one is None else "one", f"nothing {other} holds; this costs {held.cost if held else 0:g}"
-        )
+        return Advice("one pool or two", "two" if one is None else "one", f"nothing {other} holds; this costs {held.cost if held else 0:g}")
     why = f"colocated {one.cost:g} an hour ({one.attainment:.1%} estimated), disaggregated {two.cost:g} ({two.attainment:.1%})"
     answer = "two: prefill and decode" if two is found.held[0] else "one: colocated"
-    return Decision("one pool or two", answer, why)
+    return Advice("one pool or two", answer, why)
 
 
-def _unlike(found: Found) -> Decision:
+def _unlike(found: Found) -> Advice:
     def unlike(one: Configuration) -> bool:
         return len({pool.kind.device.name for pool in one.pools}) > 1
 
     mixed = next((each for each in found.held if unlike(each)), None)
     alike = next((each for each in found.held if not unlike(each)), None)
     costs = [f"{name} {each.cost:g} an hour" for name, each in (("unlike", mixed), ("alike", alike)) if each]
-    return Decision("unlike GPUs", "yes" if unlike(found.held[0]) else "no", ", ".join(costs))
+    return Advice("unlike GPUs", "yes" if unlike(found.held[0]) else "no", ", ".join(costs))
 
 
 def _bits(
     asked: Question, stocks: Sequence[Stock], best: Configuration, bits: tuple[Sequence[float], Sequence[float]], which: str
-) -> Decision:
+) -> Advice:
     """What 8 bits would save, where they are not allowed."""
     weights = which == "weights"
     kind = best.decode.kind
     now = kind.weight_bits if weights else kind.kv_bits
     flag = "--weight-bits 8" if weights else "--kv-bits 8"
     if any(each < 16 for each in bits[0 if weights else 1]):
-        return Decision(f"bits of {which}", f"{now:g}", "the cheapest of those that were allowed")
+        return Advice(f"bits of {which}", f"{now:g}", "the cheapest of those that were allowed")
     fewer = ([8.0], bits[1]) if weights else (bits[0], [KV_BITS[8]])
     held = Search(asked, stocks, *fewer).found().held
     if not held or held[0].cost >= best.cost - 1e-9:
-        return Decision(f"bits of {which}", f"{now:g}", "8 would cost no less")
+        return Advice(f"bits of {which}", f"{now:g}", "8 would cost no less")
     saved = 1 - held[0].cost / best.cost
-    return Decision(
+    return Advice(
         f"bits of {which}", f"{now:g}", f"8 would cost {held[0].cost:g}, {saved:.0%} less ({held[0]}); it changes outputs: {flag}"
     )
 
 
-def _tiers(best: Configuration, asked: Question) -> Decision:
+def _tiers(best: Configuration, asked: Question) -> Advice:
     traffic = asked.traffic
     if traffic.cached < 0.01:
-        return Decision("tiers of KV", "none", "prompts share almost nothing")
+        return Advice("tiers of KV", "none", "prompts share almost nothing")
     pool = best.pools[0]
     kept = traffic.distinct_tokens * pool.speed.kv_token_bytes
     room = pool.speed.kv_room * pool.kind.stages * pool.workers
     share = f"{traffic.cached:.0%} of the prompt tokens came before"
     why = f"{share}; all prompts have {kept / 1e9:.3g} GB of KV, and {room / 1e9:.3g} GB have room on the GPUs"
     if kept <= room / 2:
-        return Decision("tiers of KV", "none", why)
-    return Decision("tiers of KV", "worth a try: tiers.memory_mib, with Baton's own engine", why)
+        return Advice("tiers of KV", "none", why)
+    return Advice("tiers of KV", "worth a try: tiers.memory_mib, with Baton's own engine", why)

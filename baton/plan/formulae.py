@@ -20,7 +20,7 @@ def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, number_bytes: 
 
 
 def transfer_seconds(nbytes: float, bytes_per_s: float, latency_s: float = 0.0) -> float:
-    """Over a link. 200 Gbit/s are 25 GB/s."""
+    """The time over a link. 200 Gbit/s are 25 GB/s."""
     return latency_s + nbytes / bytes_per_s
 
 
@@ -52,7 +52,8 @@ def experts_read(experts: int, per_token: int, tokens: int) -> float:
 
 
 def tokens_per_step(acceptance: float, guesses: int) -> float:
-    """Of speculation, if each guess is right with this probability as long as those before it were (Leviathan et al. 2023, equation 1)."""
+    """Expected tokens of speculation if each guess is right with this probability as long as those before it were (Leviathan et al. 2023,
+    equation 1)."""
     if acceptance == 1:
         return guesses + 1.0
     return (1 - acceptance ** (guesses + 1)) / (1 - acceptance)
@@ -136,5 +137,5 @@ def normal_below(value: float, mean: float, deviation: float) -> float:
 
 
 def cost_per_million(price_per_hour: float, tokens_per_s: float) -> float:
-    """In the currency of the price, of a million tokens at full use."""
+    """The cost of a million tokens at full use, in the currency of the price."""
     return price_per_hour / (tokens_per_s * 3600) * 1e6

@@ -16,12 +16,12 @@ class Device:
 
     @property
     def linked(self) -> bool:
-        """By links of their own (NVLink), not by PCI Express."""
+        """Whether neighbours have links of their own (NVLink), not PCI Express."""
         return self.link_bytes_per_s > 100e9
 
     def flop_rate(self, weight_bits: float) -> float:
-        """Of products with weights of so many bits. With fewer than 8, as in AWQ and GPTQ, weights become 16 bits again where they are
-        multiplied: that saves memory and reading, no arithmetic."""
+        """The rate of products with weights of so many bits. With fewer than 8, as in AWQ and GPTQ, weights become 16 bits again where they
+        are multiplied: that saves memory and reading, no arithmetic."""
         return self.flop_per_s * (2 if self.fast8 and 5 < weight_bits <= 8 else 1)
 
 

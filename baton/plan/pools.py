@@ -33,8 +33,8 @@ SMALL_CHUNK, LARGE = 2048, 64 << 30  # the default below so many bytes of memory
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """Of workers: `tensor` GPUs share each layer, `stages` groups of these share the layers."""
+class WorkerKind:
+    """A kind of worker: `tensor` GPUs share each layer, `stages` groups of these share the layers."""
 
     device: Device
     tensor: int = 1
@@ -51,18 +51,18 @@ class Kind:
         return f"{self.device.name} {' '.join(how)}".strip()
 
 
-def kv_room(kind: Kind, shape: Shape) -> float:
+def kv_room(kind: WorkerKind, shape: Shape) -> float:
     """Bytes that the GPUs of one stage have beside its weights; negative if these do not fit."""
     room = kind.device.memory * (1 - RESERVE) * kind.gpus
     return (room - formulae.weight_bytes(shape.parameters, kind.weight_bits)) / kind.stages
 
 
-def kv_blocks(kind: Kind, shape: Shape, tokens: int) -> int:
+def kv_blocks(kind: WorkerKind, shape: Shape, tokens: int) -> int:
     """Blocks of so many tokens in that room, with the copies of KV that its GPUs keep."""
     return int(kv_room(kind, shape) / (shape.kv_bytes(kind.kv_bits / 8) * shape.kv_copies(kind.tensor) * tokens))
 
 
-def sized(profile: Profile, kind: Kind, shape: Shape) -> Profile:
+def sized(profile: Profile, kind: WorkerKind, shape: Shape) -> Profile:
     """A sheet's profile with what a worker of this kind chooses for itself: the sizes of its batches and of its pool. Raises ValueError if
     there is no room for KV."""
     blocks = kv_blocks(kind, shape, BLOCK)
@@ -88,9 +88,9 @@ class Question:
 
 
 class Speed:
-    """Of one kind of worker with the requests of a question."""
+    """The speed of one kind of worker with the requests of a question."""
 
-    def __init__(self, kind: Kind, asked: Question) -> None:
+    def __init__(self, kind: WorkerKind, asked: Question) -> None:
         self.kind, self._asked = kind, asked
         self._lengths = asked.traffic.lengths
         self._numbers = step_numbers(asked.shape, kind.device, asked.reached, kind.tensor, kind.weight_bits, kind.kv_bits, CHUNK)
@@ -106,7 +106,7 @@ class Speed:
 
     @property
     def sequence_bytes(self) -> float:
-        """Of a sequence in the memory of a stage's worth of workers."""
+        """Bytes of a sequence in the memory of a stage's worth of workers."""
         return self.kv_token_bytes * self._asked.shape.kv_copies(self.kind.tensor) * self._asked.traffic.whole
 
     @cached_property
@@ -116,7 +116,7 @@ class Speed:
 
     @cached_property
     def prompts(self) -> list[tuple[float, float]]:
-        """For each request, the seconds of its prefill alone, and its share of steps that are full of prompts."""
+        """The seconds of each request's prefill alone, and its share of steps that are full of prompts."""
         return [self._prompt(each.prompt) for each in self._lengths]
 
     def _prompt(self, tokens: int) -> tuple[float, float]:
@@ -136,7 +136,7 @@ class Speed:
         return [self._asked.slower * step_seconds(self.numbers(b), "roof", Work(decodes=b, context=int(b * context))) for b in BATCHES]
 
     def numbers(self, batch: int) -> dict[str, float]:
-        """Of steps with so many tokens; only of experts it matters how many."""
+        """The numbers of steps with so many tokens; how many matters only with experts."""
         shape, kind = self._asked.shape, self.kind
         if shape.experts is None:
             return self._numbers
@@ -154,7 +154,7 @@ BATCHES = range(1, MOST_SEQUENCES + 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PlannedPool:
     """`workers` of a kind and what they make of each request. `busy`: share of the time in which prompts are computed; `batch`: sequences
     of a worker's stage that decode at once, on average, of `most` that have room."""
 
@@ -166,7 +166,7 @@ class Pool:
     batch: float = 0.0
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> WorkerKind:
         return self.speed.kind
 
     @property
@@ -178,27 +178,27 @@ def attained(ttft: tuple[float, ...], tpot: tuple[float, ...]) -> float:
     return sum(map(float.__mul__, ttft, tpot)) / len(ttft)
 
 
-def prefill_pool(speed: Speed, workers: int, asked: Question) -> Pool:
+def prefill_pool(speed: Speed, workers: int, asked: Question) -> PlannedPool:
     servers = workers * speed.kind.stages
     shares = [shared for _, shared in speed.prompts]
     mean = fmean(shares)
     load = asked.traffic.rate * mean
     if load >= servers:
-        return Pool(speed, workers, (0.0,) * len(shares), busy=load / servers)
+        return PlannedPool(speed, workers, (0.0,) * len(shares), busy=load / servers)
     chances = tuple(
         formulae.wait_within(asked.ttft_s - ROUTER["request"] - alone, servers, load, mean, asked.traffic.cv2, _cv2(shares))
         for alone, _ in speed.prompts
     )
-    return Pool(speed, workers, chances, busy=load / servers)
+    return PlannedPool(speed, workers, chances, busy=load / servers)
 
 
-def decode_pool(speed: Speed, workers: int, asked: Question) -> Pool:
+def decode_pool(speed: Speed, workers: int, asked: Question) -> PlannedPool:
     servers = workers * speed.kind.stages
     traffic = asked.traffic
     link = traffic.rate * traffic.prompt * (1 - traffic.cached) * speed.kv_token_bytes / (workers * asked.link_bytes_per_s)
     batch = _batch(speed, traffic.rate * (traffic.output - 1) / servers)
     if batch is None or link >= 1:
-        return Pool(speed, workers, tpot=(0.0,) * len(traffic.lengths), batch=speed.most)
+        return PlannedPool(speed, workers, tpot=(0.0,) * len(traffic.lengths), batch=speed.most)
     deviation = sqrt(formulae.peakedness(traffic.cv2) * batch / servers)
     byte_s = speed.kv_token_bytes / asked.link_bytes_per_s / (1 - link)
     chances = []
@@ -206,10 +206,10 @@ def decode_pool(speed: Speed, workers: int, asked: Question) -> Pool:
         handoff = HANDOFF_S + each.prompt * (1 - traffic.cached) * byte_s
         fits = bisect_right(speed.steps, asked.tpot_s - handoff / max(1, each.output - 1)) if each.output > 1 else MOST_SEQUENCES
         chances.append(formulae.normal_below(min(fits, speed.most) + 0.5, batch, deviation) if fits else 0.0)
-    return Pool(speed, workers, tpot=tuple(chances), batch=batch)
+    return PlannedPool(speed, workers, tpot=tuple(chances), batch=batch)
 
 
-def colocated_pool(speed: Speed, workers: int, asked: Question) -> Pool:
+def colocated_pool(speed: Speed, workers: int, asked: Question) -> PlannedPool:
     servers = workers * speed.kind.stages
     traffic = asked.traffic
     count = len(traffic.lengths)
@@ -217,7 +217,7 @@ def colocated_pool(speed: Speed, workers: int, asked: Question) -> Pool:
     busy = rate * fmean(speed.added)
     batch = _batch(speed, rate * (traffic.output - 1) / (1 - busy)) if busy < 1 else None
     if batch is None:
-        return Pool(speed, workers, (0.0,) * count, (0.0,) * count, min(busy, 1.0), speed.most)
+        return PlannedPool(speed, workers, (0.0,) * count, (0.0,) * count, min(busy, 1.0), speed.most)
     decodes = asked.slower * batch * speed.numbers(CHUNK)["decodes"]
     cv2 = _cv2([shared for _, shared in speed.prompts])
     # A step that computes a prompt decodes, too.
@@ -237,7 +237,7 @@ def colocated_pool(speed: Speed, workers: int, asked: Question) -> Pool:
         of_prompts = rate * gaps * mean * spread / gaps**2
         chance = formulae.normal_below(asked.tpot_s, mean, sqrt(of_prompts + (slope * deviation / (1 - busy)) ** 2))
         tpot.append(room * chance if each.output > 1 else 1.0)
-    return Pool(speed, workers, ttft, tuple(tpot), busy, batch)
+    return PlannedPool(speed, workers, ttft, tuple(tpot), busy, batch)
 
 
 def _batch(speed: Speed, tokens_per_s: float) -> float | None:

@@ -11,7 +11,7 @@ from math import ceil, exp
 
 from baton.plan import formulae
 from baton.plan.hardware import Device
-from baton.plan.pools import Kind, Pool, Question, Speed, attained, colocated_pool, decode_pool, prefill_pool
+from baton.plan.pools import PlannedPool, Question, Speed, WorkerKind, attained, colocated_pool, decode_pool, prefill_pool
 from baton.plan.shape import Shape
 from baton.plan.sheet import ERROR
 from baton.plan.size import RESERVE
@@ -35,17 +35,17 @@ class Stock:
 class Configuration:
     """`prefill` is None where it is colocated."""
 
-    prefill: Pool | None
-    decode: Pool
+    prefill: PlannedPool | None
+    decode: PlannedPool
     attainment: float  # estimated
     cost: float  # an hour
 
     @property
-    def pools(self) -> tuple[Pool, ...]:
+    def pools(self) -> tuple[PlannedPool, ...]:
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[WorkerKind, ...]:
         return tuple(pool.kind for pool in self.pools)
 
     @property
@@ -62,7 +62,7 @@ class Configuration:
 
 
 def order(one: Configuration) -> tuple[float, ...]:
-    """Of equal cost: fewer GPUs, smaller workers (of which one can fail alone), fewer pools and stages."""
+    """The sort key: cost, then fewer GPUs, smaller workers (of which one can fail alone), fewer pools and stages."""
     return (
         round(one.cost, 6), one.gpus, max(kind.gpus for kind in one.kinds), len(one.kinds), max(kind.stages for kind in one.kinds),
         -one.attainment,
@@ -83,7 +83,7 @@ class Found:
     rejected: tuple[Rejected, ...]
 
 
-def kinds(shape: Shape, stock: Stock, weight_bits: float, kv_bits: float) -> Iterator[Kind | Rejected]:
+def kinds(shape: Shape, stock: Stock, weight_bits: float, kv_bits: float) -> Iterator[WorkerKind | Rejected]:
     """Tensor parallelism inside a node. Layers are shared out where that is forbidden (latent attention in Baton), where GPUs have no links
     of their own, and over nodes if one has too little memory."""
     device, weights = stock.device, formulae.weight_bytes(shape.parameters, weight_bits)
@@ -95,7 +95,7 @@ def kinds(shape: Shape, stock: Stock, weight_bits: float, kv_bits: float) -> Ite
     for tensor in degrees:
         for stages in _stages(shape, stock, least, tensor):
             if least <= tensor * stages <= stock.count and stages <= shape.layers:
-                yield Kind(device, tensor, stages, weight_bits, kv_bits)
+                yield WorkerKind(device, tensor, stages, weight_bits, kv_bits)
 
 
 def _stages(shape: Shape, stock: Stock, least: int, tensor: int) -> list[int]:
@@ -118,8 +118,8 @@ class Search:
         self._stocks = {stock.device.name: stock for stock in stocks}
         self._rejected: list[Rejected] = []
         self.speeds: list[Speed] = []
-        self._pools: dict[tuple[str, Kind, int], Pool] = {}
-        self._leasts: dict[tuple[str, Kind], int | None] = {}
+        self._pools: dict[tuple[str, WorkerKind, int], PlannedPool] = {}
+        self._leasts: dict[tuple[str, WorkerKind], int | None] = {}
         for stock, weight, kv in product(stocks, weight_bits, kv_bits):
             for kind in kinds(asked.shape, stock, weight, kv):
                 if isinstance(kind, Rejected):
@@ -145,7 +145,7 @@ class Search:
         return self._colocated(decode) if like.prefill is None else self._split(by_kind[like.prefill.kind], decode)
 
     def with_more(self, one: Configuration, prefill: bool) -> Configuration | None:
-        """With another worker in one of the pools; None: there are not so many GPUs."""
+        """The configuration with another worker in one of the pools; None: there are not so many GPUs."""
         if one.prefill is None:
             pool = self._pool("colocated", one.decode.speed, one.decode.workers + 1)
             return self._made(None, pool, attained(pool.ttft, pool.tpot))
@@ -156,7 +156,7 @@ class Search:
     def _most(self, speed: Speed) -> int:
         return min(BOUND, self._stocks[speed.kind.device.name].count // speed.kind.gpus)
 
-    def _pool(self, role: str, speed: Speed, workers: int) -> Pool:
+    def _pool(self, role: str, speed: Speed, workers: int) -> PlannedPool:
         key = role, speed.kind, workers
         if key not in self._pools:
             make = {"prefill": prefill_pool, "decode": decode_pool, "colocated": colocated_pool}[role]
@@ -228,7 +228,7 @@ class Search:
                 break
         return best
 
-    def _made(self, prefill: Pool | None, decode: Pool, share: float) -> Configuration | None:
+    def _made(self, prefill: PlannedPool | None, decode: PlannedPool, share: float) -> Configuration | None:
         """None: there are not so many GPUs."""
         cost = sum(pool.gpus * self._stocks[pool.kind.device.name].price for pool in (prefill, decode) if pool)
         made = Configuration(prefill, decode, share, cost)

@@ -19,7 +19,7 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertsShape:
     number: int
     per_token: int
     intermediate: int
@@ -41,11 +41,11 @@ class Shape:
     vocab: int
     tied: bool = False
     latent: Latent | None = None
-    experts: Experts | None = None
+    experts: ExpertsShape | None = None
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer."""
+        """The attention parameters of one layer."""
         h, n, at = self.hidden, self.heads, self.latent
         if at is None:
             return 2 * h * self.head_dim * (n + self.kv_heads)
@@ -54,7 +54,7 @@ class Shape:
         return q + h * (at.rank + at.rope) + at.rank * n * (at.nope + at.value) + n * at.value * h
 
     def feed_forward_parameters(self, routed: float | None = None) -> float:
-        """Of all layers, if `routed` experts of each layer count; None: all."""
+        """The parameters of all layers, if `routed` experts of each layer count; None: all."""
         one = 3 * self.hidden
         if self.experts is None:
             return self.layers * one * self.intermediate
@@ -85,7 +85,7 @@ class Shape:
         return self.layers * self.attention_parameters + self.feed_forward_parameters(routed) + self.head_parameters
 
     def kv_bytes(self, number_bytes: float = 2) -> float:
-        """Of one token."""
+        """The KV bytes of one token."""
         if self.latent:
             return kv_bytes_per_token(self.layers, 1, self.latent.rank + self.latent.rope, number_bytes, parts=1)
         return kv_bytes_per_token(self.layers, self.kv_heads, self.head_dim, number_bytes)
@@ -113,18 +113,18 @@ KNOWN = {
         Shape("qwen3-8b", 4096, 36, 32, 8, 128, 12288, 151936),
         Shape("llama-3.1-8b", 4096, 32, 32, 8, 128, 14336, 128256),
         Shape("llama-3.1-70b", 8192, 80, 64, 8, 128, 28672, 128256),
-        Shape("qwen3-30b-a3b", 2048, 48, 32, 4, 128, 6144, 151936, experts=Experts(128, 8, 768)),
-        Shape("mixtral-8x7b", 4096, 32, 32, 8, 128, 14336, 32000, experts=Experts(8, 2, 14336)),
+        Shape("qwen3-30b-a3b", 2048, 48, 32, 4, 128, 6144, 151936, experts=ExpertsShape(128, 8, 768)),
+        Shape("mixtral-8x7b", 4096, 32, 32, 8, 128, 14336, 32000, experts=ExpertsShape(8, 2, 14336)),
         Shape(
             "deepseek-v3", 7168, 61, 128, 128, 192, 18432, 129280,
-            latent=Latent(512, 64, 128, 128, query_rank=1536), experts=Experts(256, 8, 2048, shared=1, dense_layers=3),
+            latent=Latent(512, 64, 128, 128, query_rank=1536), experts=ExpertsShape(256, 8, 2048, shared=1, dense_layers=3),
         ),
     )
 }  # fmt: skip
 
 
 def shape_of(model: str) -> Shape:
-    """By name, or of a folder. Raises CheckpointError, or KeyError with what is known."""
+    """The shape of a known name, or of a folder. Raises CheckpointError, or KeyError with what is known."""
     path = Path(model)
     if not path.is_dir():
         if model.lower() in KNOWN:
@@ -155,11 +155,11 @@ def _latent(f: Fields) -> Latent | None:
     return Latent(f.size("kv_lora_rank"), f.size("qk_rope_head_dim"), f.size("qk_nope_head_dim"), f.size("v_head_dim"), query)
 
 
-def _experts(f: Fields) -> Experts | None:
+def _experts(f: Fields) -> ExpertsShape | None:
     """Mixtral's, Qwen's and DeepSeek's names."""
     field = next((name for name in ("num_local_experts", "num_experts", "n_routed_experts") if f.has(name)), None)
     if field is None:
         return None
     size = f.size("moe_intermediate_size", f.size("intermediate_size"))
     shared = f.size("n_shared_experts", 0, least=0)
-    return Experts(f.size(field), f.size("num_experts_per_tok"), size, shared, f.size("first_k_dense_replace", 0, least=0))
+    return ExpertsShape(f.size(field), f.size("num_experts_per_tok"), size, shared, f.size("first_k_dense_replace", 0, least=0))

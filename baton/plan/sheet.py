@@ -20,7 +20,7 @@ START_S = 60.0  # weights of tens of GB from a disk, graphs captured
 def step_numbers(
     shape: Shape, device: Device, reached: Efficiency, devices: int = 1, weight_bits: float = 16, kv_bits: float = 16, batch: int = 32
 ) -> dict[str, float]:
-    """Of a step of `devices` with tensor parallelism, as `baton.profile.models.NUMBERS` has them. Of experts, a step reads as many as one
+    """The numbers of a step of `devices` with tensor parallelism, as in `baton.profile.models.NUMBERS`. A step reads as many experts as one
     with `batch` tokens does."""
     flop_per_s = device.flop_rate(weight_bits) * reached.compute * devices
     bytes_per_s = device.bytes_per_s * reached.bandwidth * devices
@@ -50,7 +50,7 @@ def profile_of(
     link_bytes_per_s: float = 25e9,
     batch: int = 32,
 ) -> Profile:
-    """Of one replica of `devices` with tensor parallelism. Of experts, a step reads as many as one with `batch` tokens does. Raises
+    """The profile of one replica of `devices` with tensor parallelism. A step reads as many experts as one with `batch` tokens does. Raises
     ValueError if the weights do not fit."""
     weights = formulae.weight_bytes(shape.parameters, weight_bits)
     if weights > device.memory * devices:

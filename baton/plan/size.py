@@ -13,7 +13,7 @@ RESERVE = 0.1  # of a device's memory, for activations, graphs and the allocator
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Of one replica of `devices` with tensor parallelism."""
+    """One replica of `devices` with tensor parallelism, and its load."""
 
     prompt: int
     output: int

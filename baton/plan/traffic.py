@@ -65,7 +65,7 @@ class Traffic:
 
 
 def thinned(lengths: Sequence[Length], most: int = SAMPLES) -> tuple[Length, ...]:
-    """At most so many, evenly from all of them by length."""
+    """Lengths taken evenly from all by length, `most` at most."""
     ordered = sorted(lengths, key=lambda each: (each.prompt, each.output))
     if len(ordered) <= most:
         return tuple(ordered)

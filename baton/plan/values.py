@@ -3,7 +3,7 @@
 from math import ceil
 from typing import Any
 
-from baton.plan.pools import CHUNK, MOST_SEQUENCES, Kind, Question
+from baton.plan.pools import CHUNK, MOST_SEQUENCES, Question, WorkerKind
 from baton.plan.search import Configuration
 from baton.plan.shape import Shape
 from baton.plan.sheet import ROUTER
@@ -46,7 +46,7 @@ def lacking(made: Configuration, shape: Shape, per_node: int) -> tuple[str, ...]
 
 
 def values_of(made: Configuration, asked: Question, max_model_len: int) -> dict[str, Any]:
-    """For `helm install -f`. Only for one that lacks nothing (`lacking`)."""
+    """Values for `helm install -f`, of a configuration that lacks nothing (`lacking`)."""
     shape, kind = asked.shape, made.decode.kind
     engine: dict[str, Any] = {"device": "cuda", "max_num_seqs": MOST_SEQUENCES, "max_num_batched_tokens": CHUNK}
     own = engine_of(made) == "baton"
@@ -75,7 +75,7 @@ def values_of(made: Configuration, asked: Question, max_model_len: int) -> dict[
     return values if own else {"engine": "vllm"} | values
 
 
-def _vllm(kind: Kind, shape: Shape) -> dict[str, Any]:
+def _vllm(kind: WorkerKind, shape: Shape) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if kind.tensor > 1:
         found["tensor_parallel_size"] = kind.tensor
@@ -88,7 +88,7 @@ def _vllm(kind: Kind, shape: Shape) -> dict[str, Any]:
     return found
 
 
-def expert_parallel(kind: Kind, shape: Shape) -> bool:
+def expert_parallel(kind: WorkerKind, shape: Shape) -> bool:
     """Whole experts on each GPU of a worker, where there are many small ones: a slice of one would be a product too narrow for a GPU."""
     return kind.tensor > 1 and shape.experts is not None and shape.experts.number >= 8 * kind.tensor
 
@@ -97,7 +97,7 @@ def _staging_mib(shape: Shape, max_model_len: int) -> int:
     return max(STAGING_MIB, ceil(4 * max_model_len * shape.kv_bytes() / (1 << 20)))
 
 
-def _profile(made: Configuration, kind: Kind, asked: Question, max_model_len: int) -> dict[str, Any]:
+def _profile(made: Configuration, kind: WorkerKind, asked: Question, max_model_len: int) -> dict[str, Any]:
     """Memory of the host: the pool beside that of the device, or the staging pool and 5 GiB a rank, and the checkpoint while it loads."""
     speed = next(pool.speed for pool in made.pools if pool.kind == kind)
     weights = asked.shape.parameters * kind.weight_bits / 8

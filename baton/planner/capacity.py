@@ -23,7 +23,7 @@ PAIRS_MOST = 1 << 17  # tokens of a prompt that are looked at
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class PoolSizes:
     """Workers that serve each role."""
 
     prefill: int
@@ -71,7 +71,7 @@ class Model:
         return self.profile.values("start")["base"]
 
     def prompt_s(self, uncached: float) -> float:
-        """Of a prompt alone."""
+        """The time of a prompt alone."""
         numbers, form = self._step
         tokens = min(round(uncached), PAIRS_MOST)
         return sum(step_seconds(numbers, form, work) for work in works_of_prompt(tokens, 0, self.chunk))
@@ -80,13 +80,13 @@ class Model:
         numbers, form = self._step
         return step_seconds(numbers, form, Work(decodes=batch, context=round(batch * context)))
 
-    def stay_s(self, sizes: Sizes, demand: Demand) -> float:
-        """Of a request, from its arrival to its last token, without queues."""
+    def stay_s(self, sizes: PoolSizes, demand: Demand) -> float:
+        """The time of a request from its arrival to its last token, without queues."""
         running = demand.rate * demand.output * self.step_s(1, demand.prompt) / max(1, sizes.decode)
         batch = max(1, min(self.max_num_seqs, round(running)))
         return self.prompt_s(demand.uncached) + demand.output * self.step_s(batch, demand.prompt + demand.output / 2)
 
-    def effect(self, sizes: Sizes, demand: Demand) -> Effect:
+    def effect(self, sizes: PoolSizes, demand: Demand) -> Effect:
         if sizes.decode < 1:
             return Effect(0.0, 0.0, 1.0, 1.0)  # nobody is served
         if demand.rate <= 0:
@@ -150,8 +150,8 @@ class Model:
 
         def enough(size: int) -> bool:
             if role == "prefill":
-                return self.effect(Sizes(size, 1), demand).ttft >= target
-            effect = self.effect(Sizes(prefill, size), demand)
+                return self.effect(PoolSizes(size, 1), demand).ttft >= target
+            effect = self.effect(PoolSizes(prefill, size), demand)
             return effect.tpot >= target and (prefill > 0 or effect.ttft >= target)
 
         low = max(least, 1)

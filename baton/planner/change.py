@@ -22,10 +22,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from baton.cluster.records import ROLES, Pools, RoleName
 from baton.moves import Moves
-from baton.planner.capacity import Sizes
+from baton.planner.capacity import PoolSizes
 
 
-class State(Enum):
+class ChangeState(Enum):
     PROPOSED = "proposed"
     ACTING = "acting"
     PROVING = "proving"
@@ -36,18 +36,18 @@ class State(Enum):
 
 MOVES = Moves(
     {
-        (State.PROPOSED, "act"): State.ACTING,
-        (State.PROPOSED, "refuse"): State.UNDONE,
-        (State.ACTING, "there"): State.PROVING,
-        (State.ACTING, "late"): State.TIMED_OUT,
-        (State.ACTING, "refuse"): State.UNDONE,
-        (State.PROVING, "proved"): State.SETTLED,
-        (State.PROVING, "late"): State.TIMED_OUT,
-        (State.PROVING, "refuse"): State.TIMED_OUT,
-        (State.TIMED_OUT, "undo"): State.UNDONE,
+        (ChangeState.PROPOSED, "act"): ChangeState.ACTING,
+        (ChangeState.PROPOSED, "refuse"): ChangeState.UNDONE,
+        (ChangeState.ACTING, "there"): ChangeState.PROVING,
+        (ChangeState.ACTING, "late"): ChangeState.TIMED_OUT,
+        (ChangeState.ACTING, "refuse"): ChangeState.UNDONE,
+        (ChangeState.PROVING, "proved"): ChangeState.SETTLED,
+        (ChangeState.PROVING, "late"): ChangeState.TIMED_OUT,
+        (ChangeState.PROVING, "refuse"): ChangeState.TIMED_OUT,
+        (ChangeState.TIMED_OUT, "undo"): ChangeState.UNDONE,
     }
 )
-OVER = (State.SETTLED, State.UNDONE)
+OVER = (ChangeState.SETTLED, ChangeState.UNDONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Seen:
     starting: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, pool: RoleName, draining: bool = False) -> list[Worker]:
-        """In the order in which a launcher started them."""
+        """A pool's workers in the order in which a launcher started them."""
         found = [worker for worker in self.workers if worker.pool == pool and worker.draining == draining]
         return sorted(found, key=lambda worker: (worker.number, worker.name))
 
@@ -88,8 +88,8 @@ class Seen:
         return [worker for worker in self.workers if role in worker.serves and not worker.draining]
 
     @property
-    def sizes(self) -> Sizes:
-        return Sizes(len(self.serving("prefill")), len(self.serving("decode")))
+    def sizes(self) -> PoolSizes:
+        return PoolSizes(len(self.serving("prefill")), len(self.serving("decode")))
 
     def alive(self, pool: RoleName) -> int:
         """Workers of a pool that are there or starting, without those that drain."""
@@ -140,7 +140,7 @@ Action = Resize | Flip
 
 
 def sized(pools: Pools, sizes: Mapping[str, int]) -> Pools:
-    """With these sizes of some pools."""
+    """The pools, some with these sizes."""
     return replace(pools, prefill=sizes.get("prefill", pools.prefill), decode=sizes.get("decode", pools.decode))
 
 
@@ -148,10 +148,10 @@ def sized(pools: Pools, sizes: Mapping[str, int]) -> Pools:
 class Change:
     number: int
     action: Action
-    sizes: Sizes  # that serve when it has settled
+    sizes: PoolSizes  # that serve when it has settled
     deadline: float
     began: float
-    state: State = State.PROPOSED
+    state: ChangeState = ChangeState.PROPOSED
     there: float = 0.0  # when its workers were
     why: str = ""  # it was undone
 
@@ -164,19 +164,19 @@ class Change:
         return self.state not in OVER
 
     def noted(self, now: float) -> bytes:
-        """For the planner that may take over. Durations alone: no two hosts have one clock."""
+        """A note to the planner that may take over. Durations alone: no two hosts have one clock."""
         made = _Noted(self.number, self.action, asdict(self.sizes), max(0.0, self.deadline - now), now - self.began, self.alive)
         return _NOTED.dump_json(made)
 
     @classmethod
     def of_note(cls, note: bytes, now: float) -> "Change":
-        """As the one before left it: it may have been made or not. Raises ValueError."""
+        """The change that the planner before left: it may have been made or not. Raises ValueError."""
         try:
             told = _NOTED.validate_json(note)
-            sizes = Sizes(**told.sizes)
+            sizes = PoolSizes(**told.sizes)
         except (ValidationError, TypeError) as error:
             raise ValueError(f"this is no note of a change: {error}") from None
-        state = State.ACTING if told.alive else State.SETTLED
+        state = ChangeState.ACTING if told.alive else ChangeState.SETTLED
         return cls(told.number, told.action, sizes, now + told.left_s, now - told.took_s, state)
 
     def done(self, seen: Seen) -> bool:

@@ -21,11 +21,11 @@ from baton.cluster.errors import BatonError
 from baton.cluster.metrics import Book
 from baton.cluster.records import ROLES, RoleName, WorkerRecord
 from baton.cluster.registry import Registry, RegistryUnavailable
-from baton.planner.capacity import Model, Sizes
-from baton.planner.change import Change, Resize, Seen, State, Worker
+from baton.planner.capacity import Model, PoolSizes
+from baton.planner.change import Change, ChangeState, Resize, Seen, Worker
 from baton.planner.decide import victims
 from baton.planner.demand import Interval, together
-from baton.planner.memory import Decision, Rules
+from baton.planner.memory import Decision, PlannerRules
 from baton.planner.meter import Meter
 from baton.planner.planner import Planner
 from baton.planner.records import decision_note, encode, outcome_note, reason_of
@@ -49,9 +49,9 @@ class Doors(Protocol):
         """Lets a worker serve these roles. Raises BatonError; after `timeout_s` nothing is changed any more."""
 
 
-def rules_of(config: PlannerConfig) -> Rules:
-    return Rules(
-        Sizes(config.least_prefill, config.least_decode), Sizes(config.most_prefill, config.most_decode), config.budget,
+def rules_of(config: PlannerConfig) -> PlannerRules:
+    return PlannerRules(
+        PoolSizes(config.least_prefill, config.least_decode), PoolSizes(config.most_prefill, config.most_decode), config.budget,
         target=config.target, flips=config.flips, margin=config.margin, spares=config.spares, cooldown_s=config.cooldown_s,
         hold_s=config.hold_s, start_timeout_s=config.start_timeout_s, flip_timeout_s=config.flip_timeout_s, cold_s=config.cold_s,
         stale_s=config.stale_s,
@@ -150,7 +150,7 @@ class Controller:
             await asyncio.sleep(self._pause())
 
     def _pause(self) -> float:
-        """Until the next look; less while something changes."""
+        """Seconds until the next look; fewer while something changes."""
         change = self.planner.memory.change
         return min(1.0, self._config.interval_s) if change is not None and change.alive else float(self._config.interval_s)
 
@@ -254,7 +254,7 @@ class Controller:
         return ""
 
     async def _tell(self, decision: Decision, interval: Interval | None, changed: bool) -> None:
-        """In the log, and for `baton planner --why`. That the registry does not take it changes nothing."""
+        """Tells the log, and `baton planner --why`. If the registry does not take it, nothing changes."""
         planner, notes = self.planner, list[dict[str, Any]]()
         change = planner.memory.change
         reason = reason_of(decision)
@@ -271,7 +271,7 @@ class Controller:
             log.info(
                 "change %d %s after %.1f s%s", outcome.number, outcome.state, outcome.seconds, f": {outcome.why}" if outcome.why else ""
             )
-        if changed and change is not None and change.state is not State.PROPOSED:
+        if changed and change is not None and change.state is not ChangeState.PROPOSED:
             log.debug("change %d is %s", change.number, change.state.value)
         for note in notes:
             try:
@@ -281,7 +281,7 @@ class Controller:
 
 
 def _fitting(model: Model, members: Sequence[WorkerRecord]) -> Model:
-    """With the sizes that the workers tell."""
+    """The model with the sizes that the workers tell."""
     places = [record.max_num_seqs for record in members if record.max_num_seqs]
     tokens = [record.kv_blocks * record.block_size for record in members if record.kv_blocks]
     return replace(model, max_num_seqs=min(places, default=model.max_num_seqs), kv_tokens=min(tokens, default=model.kv_tokens))

@@ -14,11 +14,11 @@ and start counted; a worker that serves each role which must be served is there 
 from dataclasses import replace
 
 from baton.cluster.records import ROLES, Pools, RoleName
-from baton.planner.capacity import Effect, Model, Sizes
-from baton.planner.change import Action, Change, Flip, Resize, Seen, State, Worker, sized
+from baton.planner.capacity import Effect, Model, PoolSizes
+from baton.planner.change import Action, Change, ChangeState, Flip, Resize, Seen, Worker, sized
 from baton.planner.demand import Demand
 from baton.planner.learning import under_pressure
-from baton.planner.memory import NONE, Alternative, Decision, Memory, Need, Refusal, Rules, kind_of
+from baton.planner.memory import NONE, Alternative, Decision, Memory, Need, PlannerRules, Refusal, kind_of
 
 AGAIN_S = 600.0  # before a worker is asked again that did not change its role when it should have
 GAIN = 0.05  # of the attainment, at least, that a flip within a spent budget must bring
@@ -28,14 +28,14 @@ WRITTEN_S = 15.0  # by then, sizes that were asked for are the wanted ones
 OTHER: dict[RoleName, RoleName] = {"prefill": "decode", "decode": "prefill"}
 
 
-def decide(seen: Seen, demand: Demand, model: Model, memory: Memory, rules: Rules, now: float) -> Decision:
+def decide(seen: Seen, demand: Demand, model: Model, memory: Memory, rules: PlannerRules, now: float) -> Decision:
     sizes = seen.sizes
     if hindered := hindrance(seen, rules, now):
         return Decision(None, hindered, sizes, demand, sizes, memory=memory, refused=(kind_of(hindered),))
     if seen.wanted is not None and (memory.awaited is None or memory.awaited[0] != seen.wanted):
         memory = replace(memory, awaited=(seen.wanted, now))
     memory = advance(memory, seen, rules, now)
-    if memory.change is not None and memory.change.state is State.TIMED_OUT:
+    if memory.change is not None and memory.change.state is ChangeState.TIMED_OUT:
         return _undo(seen, demand, memory, rules, now)
     if demand.rate > 0 and not (demand.prompt and demand.output):
         return Decision(None, "no request has ended yet: how long they are is not known", sizes, demand, sizes, memory=memory)
@@ -47,7 +47,7 @@ def decide(seen: Seen, demand: Demand, model: Model, memory: Memory, rules: Rule
     return _choose(seen, demand, effect, model, memory, rules, now)
 
 
-def hindrance(seen: Seen, rules: Rules, now: float) -> str:
+def hindrance(seen: Seen, rules: PlannerRules, now: float) -> str:
     """Why nothing may be changed, whatever is needed; empty: nothing hinders."""
     if seen.wanted is None:
         return Refusal.of("no supervisor", "no supervisor keeps the sizes of the pools")
@@ -61,24 +61,24 @@ def hindrance(seen: Seen, rules: Rules, now: float) -> str:
     return NONE
 
 
-def advance(memory: Memory, seen: Seen, rules: Rules, now: float) -> Memory:
+def advance(memory: Memory, seen: Seen, rules: PlannerRules, now: float) -> Memory:
     """What has become of the change that is alive."""
     change = memory.change
     if change is None or not change.alive:
         return memory
-    if change.state is State.ACTING and change.done(seen):
+    if change.state is ChangeState.ACTING and change.done(seen):
         change = replace(change.after("there"), there=now)
-    if change.state is State.PROVING:
+    if change.state is ChangeState.PROVING:
         if not change.done(seen):
             change = change.after("refuse", "its workers left again")
         elif now - change.there >= rules.cold_s or (isinstance(change.action, Resize) and not change.action.grows):
             change = change.after("proved")
-    if change.state is State.ACTING and now >= change.deadline:
+    if change.state is ChangeState.ACTING and now >= change.deadline:
         change = change.after("late", f"it was not done within {change.deadline - change.began:.0f} s")
-    elif change.state is State.ACTING and now - change.began >= WRITTEN_S and _overruled(change, seen):
+    elif change.state is ChangeState.ACTING and now - change.began >= WRITTEN_S and _overruled(change, seen):
         change = change.after("late", "other sizes are wanted by now")
     ended = now if not change.alive else memory.ended
-    if change.state is State.SETTLED and isinstance(change.action, Resize) and change.action.grows:
+    if change.state is ChangeState.SETTLED and isinstance(change.action, Resize) and change.action.grows:
         grown = {pool for pool in ROLES if getattr(change.action.pools, pool) > getattr(change.action.before, pool)}
         memory = replace(memory, blocked=tuple(one for one in memory.blocked if one[0] not in grown))
     return replace(memory, change=change, ended=ended)
@@ -99,7 +99,7 @@ def take_up(memory: Memory, change: Change, seen: Seen, now: float) -> Memory:
     return replace(memory, change=change)
 
 
-def begin(memory: Memory, decision: Decision, rules: Rules, now: float) -> Memory:
+def begin(memory: Memory, decision: Decision, rules: PlannerRules, now: float) -> Memory:
     """Notes that the decision's action is being taken. Its change is `proposed`."""
     action = decision.action
     assert action is not None, "nothing was decided"
@@ -125,37 +125,37 @@ def _without(memory: Memory, worker: str, now: float) -> Memory:
     return replace(memory, blocked=(*rest, (worker, now + AGAIN_S, AGAIN_S)))
 
 
-def needed(model: Model, demand: Demand, rules: Rules) -> Sizes:
+def needed(model: Model, demand: Demand, rules: PlannerRules) -> PoolSizes:
     """The fewest workers with which `target` of the requests meet each objective, within the bounds. The budget may allow less."""
     least, most = rules.least, rules.most
     if demand.rate <= 0:
-        return Sizes(least.prefill, max(1, least.decode))
-    apart = Sizes(
+        return PoolSizes(least.prefill, max(1, least.decode))
+    apart = PoolSizes(
         model.least(demand, "prefill", rules.target, least.prefill, most.prefill) if most.prefill else 0,
         model.least(demand, "decode", rules.target, least.decode, most.decode, prefill=min(1, most.prefill)),
     )
     if least.prefill or not most.prefill:
         return apart
-    alone = Sizes(0, model.least(demand, "decode", rules.target, least.decode, most.decode, prefill=0))
+    alone = PoolSizes(0, model.least(demand, "decode", rules.target, least.decode, most.decode, prefill=0))
     enough = model.effect(alone, demand)
     return alone if alone.total < apart.total and min(enough.ttft, enough.tpot) >= rules.target else apart
 
 
-def with_spares(need: Sizes, rules: Rules) -> Sizes:
-    """As many more of each role that is needed, the same number of both, as the budget has room for: no role waits for what is a spare of
-    the other."""
+def with_spares(need: PoolSizes, rules: PlannerRules) -> PoolSizes:
+    """Adds spares to each role that is needed, the same number to both, as far as the budget has room: no role waits for what is a spare
+    of the other."""
     for spares in range(rules.spares, 0, -1):
         prefill = min(need.prefill + spares, rules.most.prefill) if need.prefill else 0
-        more = Sizes(prefill, min(need.decode + spares, rules.most.decode))
+        more = PoolSizes(prefill, min(need.decode + spares, rules.most.decode))
         if more.prefill * rules.costs[0] + more.decode * rules.costs[1] <= rules.budget + 1e-9:
             return more
     return need
 
 
-def _note_need(memory: Memory, model: Model, demand: Demand, rules: Rules, now: float) -> Memory:
+def _note_need(memory: Memory, model: Model, demand: Demand, rules: PlannerRules, now: float) -> Memory:
     pressed = under_pressure(demand, memory)
     grow, margin = with_spares(needed(model, pressed, rules), rules), needed(model, pressed.times(1 + rules.margin), rules)
-    need = Need(now, grow, Sizes(max(grow.prefill, margin.prefill), max(grow.decode, margin.decode)))
+    need = Need(now, grow, PoolSizes(max(grow.prefill, margin.prefill), max(grow.decode, margin.decode)))
     old = [each for each in memory.needs if now - each.at > rules.hold_s]
     kept = [each for each in memory.needs if now - each.at <= rules.hold_s]
     return replace(memory, needs=(*old[-1:], *kept, need))
@@ -170,7 +170,7 @@ def _surplus(memory: Memory, role: RoleName, size: int, within_s: float, now: fl
     return max(0, size - most)
 
 
-def _choose(seen: Seen, demand: Demand, effect: Effect, model: Model, memory: Memory, rules: Rules, now: float) -> Decision:
+def _choose(seen: Seen, demand: Demand, effect: Effect, model: Model, memory: Memory, rules: PlannerRules, now: float) -> Decision:
     sizes, need = seen.sizes, memory.needs[-1].grow
     pressed = under_pressure(demand, memory)
     found = [Alternative(sizes, effect, "as it is")]
@@ -199,9 +199,9 @@ def _choose(seen: Seen, demand: Demand, effect: Effect, model: Model, memory: Me
 
 
 def _candidates(
-    seen: Seen, need: Sizes, demand: Demand, model: Model, memory: Memory, rules: Rules, now: float
+    seen: Seen, need: PoolSizes, demand: Demand, model: Model, memory: Memory, rules: PlannerRules, now: float
 ) -> "list[tuple[str, Action]]":
-    """In the order in which they are tried."""
+    """The candidates in the order in which they are tried."""
     sizes = seen.sizes
     assert seen.wanted is not None
     found: list[tuple[str, Action]] = []
@@ -227,7 +227,7 @@ def _candidates(
     return found
 
 
-def _coming(seen: Seen, pool: RoleName, memory: Memory, rules: Rules, now: float) -> int:
+def _coming(seen: Seen, pool: RoleName, memory: Memory, rules: PlannerRules, now: float) -> int:
     """Workers of a pool that somebody has asked for and that may still come."""
     if seen.wanted is None or memory.awaited is None or now - memory.awaited[1] >= rules.start_timeout_s:
         return 0
@@ -241,7 +241,7 @@ def _better(seen: Seen, flip: Flip, demand: Demand, model: Model) -> bool:
     return model.effect(after, demand).attainment >= model.effect(seen.sizes, demand).attainment + GAIN
 
 
-def _room(seen: Seen, pool: RoleName, rules: Rules) -> int:
+def _room(seen: Seen, pool: RoleName, rules: PlannerRules) -> int:
     """How many workers more of a pool the budget has room for."""
     assert seen.wanted is not None
     spent = _cost(seen.wanted, seen, rules)
@@ -249,7 +249,7 @@ def _room(seen: Seen, pool: RoleName, rules: Rules) -> int:
     return int((rules.budget - spent + 1e-9) / cost) if cost > 0 else seen.sizes.total + 1
 
 
-def _flip(seen: Seen, to: RoleName, memory: Memory, rules: Rules, now: float) -> Flip | None:
+def _flip(seen: Seen, to: RoleName, memory: Memory, rules: PlannerRules, now: float) -> Flip | None:
     """The worker to take: one that comes home if there is one, and of these the least busy."""
     if not rules.flips:
         return None
@@ -261,7 +261,7 @@ def _flip(seen: Seen, to: RoleName, memory: Memory, rules: Rules, now: float) ->
     return Flip(taken.name, to, OTHER[to])
 
 
-def _shrinks(seen: Seen, role: RoleName, spare: int, memory: Memory, rules: Rules, now: float) -> list[Action]:
+def _shrinks(seen: Seen, role: RoleName, spare: int, memory: Memory, rules: PlannerRules, now: float) -> list[Action]:
     """A launcher takes the newest workers of a pool. If none of the newest serves this role, one of the role is flipped first, so that the
     next one can go."""
     assert seen.wanted is not None
@@ -284,7 +284,7 @@ def _blocked(memory: Memory, who: str, now: float) -> bool:
     return any(name == who and now < until for name, until, _ in memory.blocked)
 
 
-def waits(action: Action, effect: Effect, memory: Memory, rules: Rules, now: float) -> str:
+def waits(action: Action, effect: Effect, memory: Memory, rules: PlannerRules, now: float) -> str:
     """Why an action must wait, for the sake of a cluster that does not swing; empty: it need not."""
     if now - memory.ended < rules.cooldown_s:
         return Refusal.of("cooldown", f"the last change ended {now - memory.ended:.0f} s ago")
@@ -295,17 +295,17 @@ def waits(action: Action, effect: Effect, memory: Memory, rules: Rules, now: flo
     return NONE
 
 
-def forbidden(action: Action, seen: Seen, rules: Rules, now: float) -> str:
+def forbidden(action: Action, seen: Seen, rules: PlannerRules, now: float) -> str:
     """Why an action may never be taken here; empty: it may."""
     return _over_budget(action, seen, rules) or _out_of_bounds(action, seen, rules) or _unroutable(action, seen, rules, now)
 
 
-def _cost(wanted: Pools, seen: Seen, rules: Rules) -> float:
-    """At most, on the way to these sizes."""
+def _cost(wanted: Pools, seen: Seen, rules: PlannerRules) -> float:
+    """The highest cost on the way to these sizes."""
     return sum(count * each for count, each in zip(seen.most(wanted).values(), rules.costs, strict=True))
 
 
-def _over_budget(action: Action, seen: Seen, rules: Rules) -> str:
+def _over_budget(action: Action, seen: Seen, rules: PlannerRules) -> str:
     if isinstance(action, Flip) or not action.grows:
         return NONE
     cost = _cost(action.pools, seen, rules)
@@ -314,7 +314,7 @@ def _over_budget(action: Action, seen: Seen, rules: Rules) -> str:
     return Refusal.of("budget", f"{cost:g} of a budget of {rules.budget:g}, with those that drain")
 
 
-def _out_of_bounds(action: Action, seen: Seen, rules: Rules) -> str:
+def _out_of_bounds(action: Action, seen: Seen, rules: PlannerRules) -> str:
     after = sizes_after(seen, action)
     for role in ROLES:
         before, size, least, most = (getattr(each, role) for each in (seen.sizes, after, rules.least, rules.most))
@@ -325,7 +325,7 @@ def _out_of_bounds(action: Action, seen: Seen, rules: Rules) -> str:
     return NONE
 
 
-def _unroutable(action: Action, seen: Seen, rules: Rules, now: float) -> str:
+def _unroutable(action: Action, seen: Seen, rules: PlannerRules, now: float) -> str:
     """Who stays must serve each role that has to be served, and not be cold."""
     leaving = {action.worker} if isinstance(action, Flip) else {worker.name for worker in victims(action, seen)}
     if not leaving:
@@ -347,14 +347,14 @@ def victims(action: Resize, seen: Seen) -> list[Worker]:
     return gone
 
 
-def sizes_after(seen: Seen, action: Action) -> Sizes:
+def sizes_after(seen: Seen, action: Action) -> PoolSizes:
     """What serves once an action has settled."""
     sizes = seen.sizes
     if isinstance(action, Flip):
         step = 1 if action.to == "prefill" else -1
-        return Sizes(sizes.prefill + step, sizes.decode - step)
+        return PoolSizes(sizes.prefill + step, sizes.decode - step)
     gone = victims(action, seen)
-    return Sizes(*(
+    return PoolSizes(*(
         getattr(sizes, role)
         + max(0, getattr(action.pools, role) - getattr(action.before, role))
         - sum(role in worker.serves for worker in gone)
@@ -362,7 +362,7 @@ def sizes_after(seen: Seen, action: Action) -> Sizes:
     ))  # fmt: skip
 
 
-def _undo(seen: Seen, demand: Demand, memory: Memory, rules: Rules, now: float) -> Decision:
+def _undo(seen: Seen, demand: Demand, memory: Memory, rules: PlannerRules, now: float) -> Decision:
     """A change that did not come about in time: what was asked for is taken back, and the plan goes on with what there is."""
     change = memory.change
     assert change is not None and seen.wanted is not None

@@ -66,11 +66,11 @@ def _sum(number: int, seconds: float, found: list[Interval]) -> Interval:
     return Interval(number, seconds, **counts, missed=missed)
 
 
-class Load:
+class LoadForecast:
     """Follows the intervals, and says what comes. Refused requests count as well: the cluster is sized for what is asked of it."""
 
     def __init__(self, ahead: int, period: int = 0) -> None:
-        """In intervals; see `Forecaster`."""
+        """Both numbers count intervals; see `Forecaster`."""
         self._rate = Forecaster(ahead, period)
         self._last: int | None = None
         # Of the last intervals in which some were known: tokens of so many requests.
@@ -92,7 +92,7 @@ class Load:
 
     @property
     def forecast(self) -> Forecast:
-        """Of requests per second."""
+        """The forecast of requests per second."""
         return self._rate.forecast()
 
     @property

@@ -10,7 +10,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.cluster.guard import metadata
 from baton.cluster.records import RoleName
 from baton.cluster.registry import Registry
-from baton.cluster.rpc import Line, to_error
+from baton.cluster.rpc import ProcessChannels, to_error
 from baton.planner.demand import Interval
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.curves import STEP_S
@@ -23,7 +23,7 @@ class RouterDoors:
         self._security = config.security
         self._shown = metadata(config)
         self._registry = registry
-        self._lines: dict[str, Line] = {}  # by address
+        self._lines: dict[str, ProcessChannels] = {}  # by address
 
     async def counts(self) -> list[Interval]:
         """Raises BatonError, RegistryUnavailable."""
@@ -54,7 +54,7 @@ class RouterDoors:
             await self._lines.pop(gone).close()
         failed = BatonError(Reason.WORKER_LOST, "no router is known")
         for address in addresses:
-            line = self._lines.setdefault(address, Line(address, self._security))
+            line = self._lines.setdefault(address, ProcessChannels(address, self._security))
             try:
                 return await ask(worker_pb2_grpc.AdminStub(line.channel()))
             except grpc.RpcError as error:

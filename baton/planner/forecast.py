@@ -73,7 +73,7 @@ def steady(sums: Sequence[Sum], events: bool) -> Sum:
 
 
 def _differ(one: Sum, other: Sum, events: bool) -> bool:
-    """By more than chance; see `steady`."""
+    """Whether they differ by more than chance; see `steady`."""
     both = (one + other).mean
     if both <= 0 or min(one.of, other.of) <= 0:
         return False
@@ -124,7 +124,7 @@ class Forecaster:
         return self._said[-1] if self._said else {}
 
     def forecast(self) -> Forecast:
-        """Of the interval `ahead` after the last one; 0 before the first."""
+        """The forecast of the interval `ahead` after the last one; 0 before the first."""
         if not self._said:
             return Forecast(0.0, LAST, {})
         best = STEADY if STEADY in self._said[-1] else LAST

@@ -14,7 +14,7 @@ from baton.cluster.records import ROLES, RoleName
 from baton.planner.capacity import Model
 from baton.planner.change import Seen
 from baton.planner.demand import Demand, Interval
-from baton.planner.memory import Memory, Rules, Trial
+from baton.planner.memory import Memory, PlannerRules, Trial
 
 PREFILL_STAGES = frozenset({"queue", "prefill", "prefill_wait", "prefill_compute"})
 PRESSURE_STEP, PRESSURE_MOST = 1.15, 4.0
@@ -24,7 +24,7 @@ WORTH = 0.25  # of the misses, at least, that more workers must do away with
 JUDGED = 5  # requests, at least, that an interval must have judged
 
 
-def learn(memory: Memory, interval: Interval, seen: Seen, model: Model, demand: Demand, rules: Rules, now: float) -> Memory:
+def learn(memory: Memory, interval: Interval, seen: Seen, model: Model, demand: Demand, rules: PlannerRules, now: float) -> Memory:
     if interval.number <= memory.learned:
         return memory
     memory = replace(memory, learned=interval.number)
@@ -60,7 +60,7 @@ def _conclude(memory: Memory, missed: float, role: RoleName, seen: Seen) -> Memo
     return replace(memory, raised=memory.raised + 1, pressure=(pressure["prefill"], pressure["decode"]), trial=trial)
 
 
-def cold(seen: Seen, rules: Rules, now: float) -> bool:
+def cold(seen: Seen, rules: PlannerRules, now: float) -> bool:
     """Whether some worker is so young that what the cluster does says nothing about it."""
     return any(now - worker.since < rules.cold_s for worker in seen.workers) or any(seen.starting.values())
 

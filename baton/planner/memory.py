@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from baton.cluster.records import Pools, RoleName
-from baton.planner.capacity import Effect, Sizes
+from baton.planner.capacity import Effect, PoolSizes
 from baton.planner.change import Action, Change
 from baton.planner.demand import Demand
 
@@ -28,13 +28,13 @@ NONE = Refusal()
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class PlannerRules:
     """Seconds and workers. `target`: share of requests that should meet each objective. `costs`: what a worker of each pool takes of the
     budget. `cold_s`: what a worker does so soon after it started or changed its role says nothing. `margin`: a pool shrinks only if what is
     left would also serve so much more than is forecast. `spares`: workers of each role that are kept beyond what the load needs."""
 
-    least: Sizes
-    most: Sizes
+    least: PoolSizes
+    most: PoolSizes
     budget: float
     costs: tuple[float, float] = (1.0, 1.0)
     target: float = 0.95
@@ -54,8 +54,8 @@ class Need:
     """The sizes that a load needed at one moment, with spares: to grow to, and, with the margin, to shrink to."""
 
     at: float
-    grow: Sizes
-    shrink: Sizes
+    grow: PoolSizes
+    shrink: PoolSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Trial:
     share of requests that missed an objective, before."""
 
     role: RoleName
-    sizes: Sizes
+    sizes: PoolSizes
     pressure: tuple[float, float]
     missed: float
 
@@ -93,7 +93,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    sizes: Sizes
+    sizes: PoolSizes
     effect: Effect
     verdict: str
 
@@ -104,13 +104,13 @@ class Decision:
 
     action: Action | None
     why: str
-    sizes: Sizes
+    sizes: PoolSizes
     demand: Demand
-    after: Sizes
+    after: PoolSizes
     now: Effect | None = None
     expected: Effect | None = None
     alternatives: tuple[Alternative, ...] = ()
     memory: Memory = field(default=Memory(), repr=False)
     undoes: bool = False  # the action takes back one that did not come about; it is no change of its own
     refused: tuple[str, ...] = ()  # kinds of the refusals that led to it
-    need: Sizes | None = None  # what the load needs; None: that was not looked at
+    need: PoolSizes | None = None  # what the load needs; None: that was not looked at

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from baton.planner.capacity import Effect, Model
-from baton.planner.change import Change, Resize, Seen, State
+from baton.planner.change import Change, ChangeState, Resize, Seen
 from baton.planner.decide import begin, decide, note, take_up
-from baton.planner.demand import Interval, Load
+from baton.planner.demand import Interval, LoadForecast
 from baton.planner.learning import learn
-from baton.planner.memory import Decision, Memory, Rules
+from baton.planner.memory import Decision, Memory, PlannerRules
 from baton.planner.present import present
 
 LATE = 4.0  # times the time between two looks: what is remembered is then too old to act on
@@ -28,11 +28,11 @@ class Outcome:
 
 
 class Planner:
-    def __init__(self, model: Model, rules: Rules, every_s: float, period_s: float = 0.0) -> None:
+    def __init__(self, model: Model, rules: PlannerRules, every_s: float, period_s: float = 0.0) -> None:
         """`every_s`: of an interval, and between two looks. `period_s`: in which load repeats; 0: it does not."""
         self.model, self.rules, self._every_s = model, rules, every_s
         # A worker that is started now serves only later: that is the load to size for.
-        self.load = Load(1 + round(model.start_s / every_s), round(period_s / every_s))
+        self.load = LoadForecast(1 + round(model.start_s / every_s), round(period_s / every_s))
         self.memory = Memory()
         self._looked: float | None = None
         self._told = True  # the outcome of the change
@@ -62,13 +62,13 @@ class Planner:
         return decision
 
     def take_up(self, change: Change, seen: Seen, now: float) -> None:
-        """Before the first look: what the planner that led before has noted."""
+        """Takes up, before the first look, what the planner that led before has noted."""
         self.memory = take_up(self.memory, change, seen, now)
         self._told = self.memory.change is None
 
     def acted(self, now: float) -> None:
         """What the last decision asked for was written."""
-        if self.memory.change is not None and self.memory.change.state is State.PROPOSED:
+        if self.memory.change is not None and self.memory.change.state is ChangeState.PROPOSED:
             self.memory = note(self.memory, "act", now)
 
     def refused(self, now: float, why: str) -> None:
@@ -77,12 +77,13 @@ class Planner:
             self.memory = note(self.memory, "refuse", now, why)
 
     def outcome(self, interval: Interval | None, now: float) -> Outcome | None:
-        """Of a change that is over, once: when a whole interval has passed since, or the next change begins. `interval`: the last one."""
+        """The outcome of a change that is over, once: when a whole interval has passed since, or the next change begins. `interval`: the
+        last one."""
         if self._owed is not None:
             owed, self._owed = self._owed, None
             return owed
         change = self.memory.change
-        if change is not None and change.state is State.SETTLED and now - self.memory.ended < 2 * self._every_s:
+        if change is not None and change.state is ChangeState.SETTLED and now - self.memory.ended < 2 * self._every_s:
             return None
         return self._outcome(interval)
 
@@ -90,7 +91,7 @@ class Planner:
         change = self.memory.change
         if change is None or change.alive or self._told:
             return None
-        settled = change.state is State.SETTLED
+        settled = change.state is ChangeState.SETTLED
         self._told = True
         expected = self._expected.attainment if settled and self._expected is not None else None
         came = interval.attainment if settled and interval is not None else None

@@ -12,7 +12,7 @@ from baton.planner.change import Resize
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Of the planner that leads. `holds`: whether it still does, as far as it knows."""
+    """The lease of the planner that leads. `holds`: whether it still leads, as far as it knows."""
 
     who: str
     term: int

@@ -76,7 +76,7 @@ def _answer(request: Request) -> Answer:
 
 
 def _failed(error: BatonError, begun: bool) -> Answer:
-    """As the load test's real doors judge it."""
+    """Judges an error as the load test's real doors do."""
     if error.reason is Reason.DEADLINE:
         return Answer("timeout", DEADLINE)
     return Answer("refused" if error.reason in REFUSED and not begun else "failed", error.reason.name)

@@ -93,7 +93,7 @@ class Asker:
             return Heard(times, stream.result)
 
     async def ask_alone(self, prompt: Sequence[int], tokens: int) -> Heard:
-        """After a pause."""
+        """Asks after a pause."""
         await asyncio.sleep(PAUSE_S)
         return await self.ask(prompt, tokens)
 
@@ -144,7 +144,7 @@ class Unlike:
 
 
 @dataclass(slots=True)
-class Measured:
+class Measurements:
     """Rows for the fits, by model."""
 
     rows: dict[str, Rows] = field(default_factory=lambda: {"step": [], "router": [], "worker": [], "client": []})
@@ -158,14 +158,14 @@ class Measured:
 
 async def measure(
     settings: Mapping[str, str], amount: Amount, chunk: int, note: Note = lambda line: None, only: Collection[str] = ARRANGEMENTS
-) -> Measured:
+) -> Measurements:
     """`settings`: the configuration, as `section.key`, but the sizes of the pools. `chunk`: tokens of a step. `only`: of ARRANGEMENTS.
     Raises ValueError for one that there is not, or without "colocated", which tells the steps; ClusterError, GenerateError."""
     if unknown := sorted(set(only) - set(ARRANGEMENTS)):
         raise ValueError(f"arrangements: {unknown[0]} is none of {', '.join(ARRANGEMENTS)}")
     if "colocated" not in only:
         raise ValueError("arrangements: colocated is missing: it is what tells how long steps take")
-    found = Measured()
+    found = Measurements()
     arrangements: tuple[tuple[str, int, int, Callable[[Asker, Processes], Awaitable[None]]], ...] = (
         ("colocated", 0, 1, lambda asker, processes: _colocated(found, asker, processes, amount, chunk)),
         ("split", 1, 1, lambda asker, processes: _split(found, asker, processes, amount, chunk)),
@@ -182,7 +182,7 @@ async def measure(
 
 
 @asynccontextmanager
-async def _running(settings: Mapping[str, str], found: Measured) -> AsyncIterator[tuple[Asker, Processes]]:
+async def _running(settings: Mapping[str, str], found: Measurements) -> AsyncIterator[tuple[Asker, Processes]]:
     began = time.perf_counter()
     async with RunningCluster(settings, "profile") as endpoints, AsyncClient(endpoints["grpc"], max_resumes=0) as client:
         asker = Asker(client)
@@ -194,9 +194,9 @@ async def _running(settings: Mapping[str, str], found: Measured) -> AsyncIterato
         yield asker, processes
 
 
-async def measure_one(endpoints: Mapping[str, str], amount: Amount, chunk: int) -> Measured:
+async def measure_one(endpoints: Mapping[str, str], amount: Amount, chunk: int) -> Measurements:
     """`colocated` alone, on a cluster that runs already: nothing about handoffs, starts, and cores that are shared."""
-    found = Measured()
+    found = Measurements()
     async with AsyncClient(endpoints["grpc"], max_resumes=0) as client:
         processes = Processes.of(endpoints["admin"])
         found.facts = processes.facts
@@ -204,7 +204,7 @@ async def measure_one(endpoints: Mapping[str, str], amount: Amount, chunk: int) 
     return found
 
 
-async def _colocated(found: Measured, asker: Asker, processes: Processes, amount: Amount, chunk: int) -> None:
+async def _colocated(found: Measurements, asker: Asker, processes: Processes, amount: Amount, chunk: int) -> None:
     rows = found.rows["step"]
     await _prompts(rows, asker, amount, chunk)
     for context in amount.contexts:
@@ -216,7 +216,7 @@ async def _colocated(found: Measured, asker: Asker, processes: Processes, amount
     await _costs(found, asker, processes, amount, calls=1)
 
 
-async def _split(found: Measured, asker: Asker, processes: Processes, amount: Amount, chunk: int) -> None:
+async def _split(found: Measurements, asker: Asker, processes: Processes, amount: Amount, chunk: int) -> None:
     for tokens in amount.prompts:
         for _ in range(amount.repeats):
             heard = await asker.ask_alone(asker.prompt(tokens), 4)
@@ -282,7 +282,7 @@ async def _among(rows: Rows, asker: Asker, decodes: int, tokens: int, amount: Am
     rows.append((counts, mean(times)))
 
 
-async def _costs(found: Measured, asker: Asker, processes: Processes, amount: Amount, calls: int) -> None:
+async def _costs(found: Measurements, asker: Asker, processes: Processes, amount: Amount, calls: int) -> None:
     """Processor time of requests with few tokens and with many. `calls`: of workers, for each request that decodes."""
     before, began = processes.used(), time.perf_counter()
     await asyncio.sleep(1.0)
@@ -303,7 +303,7 @@ async def _costs(found: Measured, asker: Asker, processes: Processes, amount: Am
                 found.rows[name].append((counts, max(LEAST_S, used - before[name] - rest[name] * passed)))
 
 
-async def _pair(found: Measured, asker: Asker, amount: Amount) -> None:
+async def _pair(found: Measurements, asker: Asker, amount: Amount) -> None:
     """Prompts of middle length, and then answers, on one worker alone and on both at once; then one beside the other."""
     prompt = amount.prompts[len(amount.prompts) // 2]
     found.prompts = await _rounds(asker, prompt, 1, 2 * amount.repeats)
@@ -373,11 +373,11 @@ def _sum(works: Sequence[Work]) -> dict[str, float]:
 
 
 def _first(works: Sequence[Work]) -> dict[str, float]:
-    """Of a time to the first token."""
+    """The row of a time to the first token."""
     return {"path": 1.0, **_sum(works)}
 
 
-def profile_of(found: Measured, model: str, engine: Mapping[str, object], amount: Amount, chunk: int) -> Profile:
+def profile_of(found: Measurements, model: str, engine: Mapping[str, object], amount: Amount, chunk: int) -> Profile:
     """Fits the models; what nothing was measured of has none. Raises ValueError if too little was measured."""
     machine = this_machine()
     whole = fit(found.rows["step"], STEP, "times to the first token, and steps of batches, fitted together")
@@ -412,7 +412,7 @@ def profile_of(found: Measured, model: str, engine: Mapping[str, object], amount
     return Profile("measured", cores, model, {**engine, **found.facts, "max_num_batched_tokens": chunk}, kv, "sum", models, region, **about)
 
 
-def _sharing(found: Measured, path: float, token: float) -> Fitted:
+def _sharing(found: Measurements, path: float, token: float) -> Fitted:
     """`path`: seconds to a first token that no step takes. `token`: what router, worker and client compute for one. While two workers
     compute, no core is left for that: it is a part of what a token then takes, and takes half of its time from the core of a prompt."""
     alone = median(first for first, _ in found.prompts) - path

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from statistics import stdev
 
 from baton.predict.door import SimulatedDoor
-from baton.predict.setting import Setting
+from baton.predict.setting import ClusterSetting
 from baton.profile.file import Profile
 from baton.simulate import virtual_time
 from baton.simulate.cluster import SimulatedCluster
-from baton.simulate.cores import Cores, Own, Speeds, Thread
+from baton.simulate.cores import Cores, OwnCores, Speeds, Thread
 from baton.simulate.workers import Times
 from loadtest.drive import Run, drive
 from loadtest.slo import Slo
@@ -59,7 +59,7 @@ class Offer:
 
     @property
     def asked(self) -> dict[str, float]:
-        """By the names of a profile's region."""
+        """What is asked, by the names of a profile's region."""
         return {
             "prompt tokens": max((len(item.tokens) for item in self.items), default=0),
             "output tokens": max((item.output_tokens for item in self.items), default=0),
@@ -84,12 +84,12 @@ class Prediction:
 
     @property
     def warning(self) -> str:
-        """To be said before any figure; empty: nothing."""
+        """The warning that precedes any figure; empty: none."""
         return f"Outside of what was validated: {'; '.join(self.doubts)}." if self.doubts else ""
 
 
 def run(
-    setting: Setting, profile: Profile, offer: Offer, large: bool = False, collects: bool = False, decode: Profile | None = None
+    setting: ClusterSetting, profile: Profile, offer: Offer, large: bool = False, collects: bool = False, decode: Profile | None = None
 ) -> Run:
     """Always the same for the same arguments. `large`: see `SimulatedCluster`. `decode`: of decode workers, if theirs is another one."""
 
@@ -104,10 +104,10 @@ def run(
 
 @asynccontextmanager
 async def standing(
-    setting: Setting, profile: Profile, times: Times, large: bool = False
+    setting: ClusterSetting, profile: Profile, times: Times, large: bool = False
 ) -> AsyncIterator[tuple[SimulatedCluster, SimulatedDoor]]:
     """A cluster, and the door to it, once it is ready. Within a loop of virtual time."""
-    cores = Own() if setting.cores is None else Cores(setting.cores, _speeds(profile))
+    cores = OwnCores() if setting.cores is None else Cores(setting.cores, _speeds(profile))
     cluster = SimulatedCluster(setting.sizes, times, setting.router, setting.slo, setting.routers, cores, large)
     async with cluster.watched():
         await asyncio.sleep(1.0)  # the first records have been read, and the first probes answered
@@ -120,7 +120,7 @@ def _speeds(profile: Profile) -> Speeds:
 
 
 def predict(
-    setting: Setting, profile: Profile, offer: Offer, slo: Slo, draws: int = DRAWS, seed: int = 0, large: bool = False,
+    setting: ClusterSetting, profile: Profile, offer: Offer, slo: Slo, draws: int = DRAWS, seed: int = 0, large: bool = False,
     decode: Profile | None = None,
 ) -> Prediction:  # fmt: skip
     """`draws`: further runs, for the intervals; 0: each interval is its figure. `large`, `decode`: see `run`. Two profiles are wrong
@@ -147,7 +147,7 @@ def _drawn(profile: Profile, decode: Profile | None, rng: random.Random) -> tupl
 
 
 def interval(value: float, others: Iterable[float], share: bool = False) -> Simulated:
-    """Of a figure, by what it is with other profiles. A share, or a figure that was 0 once, is not taken as a factor."""
+    """The interval of a figure, by what it is with other profiles. A share, or a figure that was 0 once, is not taken as a factor."""
     every = [value, *others]
     if len(every) < 2:
         return Simulated(value, value, value)
@@ -158,7 +158,7 @@ def interval(value: float, others: Iterable[float], share: bool = False) -> Simu
     return Simulated(value, value / factor, value * factor)
 
 
-def doubts(setting: Setting, profile: Profile, offer: Offer) -> tuple[str, ...]:
+def doubts(setting: ClusterSetting, profile: Profile, offer: Offer) -> tuple[str, ...]:
     found = [*setting.unknown, *profile.outside(setting.asked | offer.asked)]
     if profile.source != "measured":
         found.append(f"nothing was measured: the profile is from the {profile.source}")
@@ -167,7 +167,7 @@ def doubts(setting: Setting, profile: Profile, offer: Offer) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _needed(setting: Setting) -> list[str]:
+def _needed(setting: ClusterSetting) -> list[str]:
     """Models that not every cluster has an occasion for."""
     return [*(["handoff"] if setting.sizes.prefill else []), *(["sharing"] if setting.cores is not None else [])]
 

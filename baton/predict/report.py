@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from baton.predict.predict import TIMEOUT_S, Offer, Prediction, predict
-from baton.predict.setting import Setting
+from baton.predict.setting import ClusterSetting
 from baton.profile.file import Profile
 from loadtest.campaign import Arm, Campaign, Probe, this_machine
 from loadtest.plan import TRACE, Note, Plan
@@ -22,7 +22,9 @@ def offer_of(
     return Offer(items, times, window, timeout_s), dict(skipped)
 
 
-def simulate(plan: Plan, setting: Setting, profile: Profile, rate: float, draws: int, large: bool = False) -> tuple[Campaign, Prediction]:
+def simulate(
+    plan: Plan, setting: ClusterSetting, profile: Profile, rate: float, draws: int, large: bool = False
+) -> tuple[Campaign, Prediction]:
     """One run for each seed of the plan; the first also with other profiles, for the intervals. `large`: see `SimulatedCluster`. Raises
     WorkloadError and ValueError."""
     probes, skipped, first = [], dict[str, int](), None

@@ -12,7 +12,7 @@ DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "block_size": 16,
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ClusterSetting:
     """`cores`: which all processes, the one that asks included, share; None: each has its own. `unknown`: what is configured and not
     simulated, in words."""
 
@@ -25,12 +25,12 @@ class Setting:
 
     @property
     def asked(self) -> dict[str, float]:
-        """By the names of a profile's region."""
+        """What is asked, by the names of a profile's region."""
         sizes = self.sizes
         return {"prefill workers": sizes.prefill, "decode workers": sizes.decode, "tokens a step": sizes.max_num_batched_tokens}
 
 
-def setting_of(config: Config, profile: Profile, cores: int | None = None) -> Setting:
+def setting_of(config: Config, profile: Profile, cores: int | None = None) -> ClusterSetting:
     """Options that are left open are those of the engine that was profiled."""
 
     def option(name: str) -> int:
@@ -47,7 +47,7 @@ def setting_of(config: Config, profile: Profile, cores: int | None = None) -> Se
         min(length, kv_blocks * block), config.engine.max_queue, batching=config.engine.batching,
         batch_wait_s=config.engine.batch_wait_s,
     )  # fmt: skip
-    return Setting(sizes, config.router, config.slo, config.router.replicas, cores, tuple(_unknown(config, profile)))
+    return ClusterSetting(sizes, config.router, config.slo, config.router.replicas, cores, tuple(_unknown(config, profile)))
 
 
 def _unknown(config: Config, profile: Profile) -> list[str]:

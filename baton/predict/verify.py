@@ -3,13 +3,13 @@
 from dataclasses import dataclass, replace
 
 from baton.cluster.config_router import RouterConfig, SloConfig
-from baton.plan.pools import CHUNK, MOST_SEQUENCES, Pool, Question, kv_blocks
+from baton.plan.pools import CHUNK, MOST_SEQUENCES, PlannedPool, Question, kv_blocks
 from baton.plan.search import Configuration, Search
 from baton.plan.sheet import profile_of
 from baton.plan.traffic import BLOCK
 from baton.plan.values import routers_of
 from baton.predict.predict import Offer, Prediction, doubts, predict
-from baton.predict.setting import Setting
+from baton.predict.setting import ClusterSetting
 from baton.profile.file import Profile
 from baton.simulate.cluster import Sizes
 from loadtest.slo import Slo
@@ -19,7 +19,7 @@ TRIES = 3  # times that a configuration gets another worker where it does not ho
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PlanVerdict:
     """`made` is what was simulated last. `added`: workers that the estimate had too few."""
 
     made: Configuration
@@ -28,7 +28,7 @@ class Verdict:
     added: int
 
 
-def verify(one: Configuration, search: Search, offer: Offer, slo: Slo, draws: int) -> Verdict:
+def verify(one: Configuration, search: Search, offer: Offer, slo: Slo, draws: int) -> PlanVerdict:
     """Adds a worker where requests miss their objective, as long as there are GPUs; then `draws` runs more, for the intervals."""
     asked = search.asked
     for added in range(TRIES + 1):
@@ -38,7 +38,7 @@ def verify(one: Configuration, search: Search, offer: Offer, slo: Slo, draws: in
         if more is None:
             break
         one = more
-    return Verdict(one, _predicted(one, asked, offer, slo, draws) if draws else told, held, added)
+    return PlanVerdict(one, _predicted(one, asked, offer, slo, draws) if draws else told, held, added)
 
 
 def _late_first(summary: Summary) -> bool:
@@ -53,7 +53,7 @@ def _predicted(one: Configuration, asked: Question, offer: Offer, slo: Slo, draw
     return replace(told, doubts=tuple(dict.fromkeys((*told.doubts, *doubts(setting, decode, offer)))))
 
 
-def _setting(one: Configuration, asked: Question, offer: Offer) -> tuple[Setting, tuple[Profile, Profile]]:
+def _setting(one: Configuration, asked: Question, offer: Offer) -> tuple[ClusterSetting, tuple[Profile, Profile]]:
     """A pipeline counts as a worker for each stage, as in `baton.plan.pools`."""
     first, decode = one.prefill or one.decode, one.decode
     longest = max((len(item.tokens) + item.output_tokens for item in offer.items), default=1)
@@ -68,7 +68,7 @@ def _setting(one: Configuration, asked: Question, offer: Offer) -> tuple[Setting
         max_model_len=longest + BLOCK,
     )
     objectives = SloConfig(ttft_s=asked.ttft_s, tpot_s=asked.tpot_s)
-    setting = Setting(sizes, RouterConfig(), objectives, routers_of(asked.traffic), unknown=_unknown(one))
+    setting = ClusterSetting(sizes, RouterConfig(), objectives, routers_of(asked.traffic), unknown=_unknown(one))
     return setting, (_profile(first, asked, CHUNK), _profile(decode, asked, max(1, round(decode.batch))))
 
 
@@ -78,7 +78,7 @@ def _unknown(one: Configuration) -> tuple[str, ...]:
     return ("pipelines: each stage is simulated as a worker, and no stage waits for another",)
 
 
-def _profile(pool: Pool, asked: Question, batch: int) -> Profile:
+def _profile(pool: PlannedPool, asked: Question, batch: int) -> Profile:
     kind = pool.kind
     roomy = replace(kind.device, memory=kind.device.memory * kind.stages)  # a stage has a part of the weights
     return profile_of(

@@ -152,7 +152,7 @@ def _numbers(model: str, told: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _plain(value: Any) -> Any:
-    """As YAML has it, with so many digits as mean something."""
+    """The value for YAML, with as many digits as mean something."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, Mapping):

@@ -51,7 +51,7 @@ class Work(NamedTuple):
 
 
 def pairs_of(tokens: int, cached: int) -> float:
-    """Of `tokens` new positions after `cached` ones."""
+    """The pairs of `tokens` new positions after `cached` ones."""
     return tokens * cached + tokens * (tokens + 1) / 2
 
 
@@ -64,7 +64,7 @@ def step_seconds(numbers: Mapping[str, float], form: Form, work: Work) -> float:
 
 
 def decode_seconds(numbers: Mapping[str, float], form: Form, decodes: int, context: int, steps: int) -> list[float]:
-    """Of so many steps in which the same sequences decode, `step_seconds` of each, to the last bit. `context`: of the first."""
+    """The `step_seconds` of so many steps in which the same sequences decode, equal to the last bit. `context`: of the first."""
     zero = Work(decodes=decodes)
     rows = numbers["tokens"] * zero.tokens + numbers["decodes"] * decodes + numbers["pairs"] * zero.pairs
     read, each, step = numbers["read"], numbers["context"], numbers["step"] + 0.0

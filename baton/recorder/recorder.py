@@ -28,7 +28,7 @@ from baton.cluster import log_file
 from baton.cluster.config import Config
 from baton.cluster.config_layers import dump
 from baton.cluster.errors import BatonError, Reason, invalid
-from baton.recorder.recording import Source, lines
+from baton.recorder.recording import TapeSource, lines
 
 log = logging.getLogger(__name__)
 SUFFIX = ".recording.jsonl"
@@ -40,7 +40,7 @@ LINES_AT_ONCE = 64  # in one message, made in a thread
 class Recorder:
     def __init__(self, config: Config, name: str, role: str, code: str = "") -> None:
         """`name`: of this process. `code`: a digest of the deciding code."""
-        self.sources: list[Source] = []
+        self.sources: list[TapeSource] = []
         self.refused = ""  # why nothing is recorded
         self.requests: Callable[[], Iterable[Any]] = tuple  # those that ended, as JSON
         self._config = config
@@ -136,7 +136,7 @@ def check_secret(secret: bytes) -> None:
 
 
 def digest_of(modules: Iterable[str]) -> str:
-    """Of the text of deciding code: what another version has decided may be decided otherwise."""
+    """The digest of the text of deciding code: what another version has decided may be decided otherwise."""
     digest = blake2b(digest_size=8)
     for name in sorted(modules):
         if (file := import_module(name).__file__) is not None:

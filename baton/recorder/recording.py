@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.recorder.tape import UNENDED, Raised, Tape
-from baton.recorder.values import Writer
+from baton.recorder.values import ValueWriter
 
 VERSION = 1
 DIGEST_BYTES = 16
@@ -31,7 +31,7 @@ class BadRecording(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RecordedCall:
     method: str  # "object.method"
     args: Any  # JSON, as the results
     named: Any
@@ -40,31 +40,31 @@ class Call:
 
 
 @dataclass(slots=True)
-class Stretch:
+class RecordedStretch:
     tape: str
     began: float
     state: Any
     line: int
     notes: dict[str, list[Any]] = field(default_factory=dict)  # name → parts
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Section:
     head: dict[str, Any]
     requests: list[dict[str, Any]] = field(default_factory=list)
-    stretches: list[Stretch] = field(default_factory=list)
+    stretches: list[RecordedStretch] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TapeSource:
     """A tape, and how its values are written."""
 
     tape: Tape
-    writer: Mapping[str, Any]  # keyword arguments of `Writer`, without `rename`
+    writer: Mapping[str, Any]  # keyword arguments of `ValueWriter`, without `rename`
 
 
-def lines(head: Mapping[str, Any], requests: Iterable[Any], sources: Iterable[Source], secret: bytes) -> Iterator[bytes]:
+def lines(head: Mapping[str, Any], requests: Iterable[Any], sources: Iterable[TapeSource], secret: bytes) -> Iterator[bytes]:
     """One section. Block keys are replaced by their keyed digests under `secret`: which are equal is kept, and what they were made from
     cannot be found by trying. Any thread may write while the tapes go on."""
     sources = list(sources)
@@ -98,10 +98,10 @@ def _values(head: dict[str, Any], requests: Iterable[Any]) -> Iterator[Any]:
         yield {"request": request}
 
 
-def _stretches(source: Source, rename: Any) -> Iterator[Any]:
+def _stretches(source: TapeSource, rename: Any) -> Iterator[Any]:
     for stretch in source.tape.stretches():
         calls = list(stretch.calls)  # others may come meanwhile; the state and the notes cover them, too
-        writer = Writer(rename, **source.writer)
+        writer = ValueWriter(rename, **source.writer)
         notes = {name: list(each.items()) for name, each in stretch.notes.items()}
         yield {"stretch": source.tape.name, "began": stretch.began, "state": writer.write(stretch.state)}
         for name, items in notes.items():
@@ -169,9 +169,9 @@ def _take(section: Section, value: dict[str, Any], path: Path, number: int) -> N
         if "call" in value:
             method, args, named, result = value["call"]
             stretch = section.stretches[-1]
-            stretch.calls.append(Call(section.head["methods"][stretch.tape][method], args, named, result, number))
+            stretch.calls.append(RecordedCall(section.head["methods"][stretch.tape][method], args, named, result, number))
         elif "stretch" in value:
-            section.stretches.append(Stretch(value["stretch"], value["began"], value["state"], number))
+            section.stretches.append(RecordedStretch(value["stretch"], value["began"], value["state"], number))
         elif "note" in value:
             section.stretches[-1].notes.setdefault(value["note"], []).append(value["items"])
         else:

@@ -51,7 +51,7 @@ class Tape:
 
     @property
     def bytes(self) -> int:
-        """About."""
+        """The approximate size."""
         return sum(stretch.bytes for stretch in self.stretches())
 
     def stretches(self) -> list[Stretch]:

@@ -44,7 +44,7 @@ def classes(modules: Iterable[str]) -> dict[str, type]:
     }
 
 
-class Writer:
+class ValueWriter:
     def __init__(
         self,
         rename: Callable[[bytes], bytes] = bytes,
@@ -114,7 +114,7 @@ class Writer:
         return {"c": _name(kind), "#": number, "v": {name: self.write(each) for name, each in fields.items()}}
 
 
-class Reader:
+class ValueReader:
     def __init__(self, known: Mapping[str, type], defaults: Mapping[str, Callable[[], Mapping[str, Any]]] | None = None) -> None:
         """`defaults`: class → attributes that are no part of a recorded state."""
         self._known = known

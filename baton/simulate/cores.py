@@ -32,7 +32,7 @@ class Speeds:
                 raise ValueError(f"a speed of {value}: it is above 0 and at most 1")
 
     def of(self, kind: Kind, other: Kind) -> float:
-        """Of one that does `kind`."""
+        """The speed of one that does `kind`."""
         if "other" in (kind, other):
             return 1.0
         special = {
@@ -48,7 +48,7 @@ class Computes(Protocol):
         """Returns when so much processor time has been used."""
 
 
-class Own:
+class OwnCores:
     """A core for everybody: nobody waits."""
 
     async def work(self, seconds: float, kind: Kind = "other") -> None:

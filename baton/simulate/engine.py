@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from baton.engine.core.commands import Commands, facts
-from baton.engine.core.contract import Facts, Listener
+from baton.engine.core.contract import EngineLoad, Listener
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.limits import Limits
@@ -18,7 +18,7 @@ from baton.engine.core.sampling import Sampled
 from baton.engine.core.sequence import Sequence, State
 from baton.profile.file import Profile
 from baton.profile.models import Work, decode_seconds, pairs_of, step_seconds
-from baton.simulate.cores import Computes, Kind, Own
+from baton.simulate.cores import Computes, Kind, OwnCores
 from baton.simulate.jumps import VOCABULARY, Jump, plain_steps
 from baton.simulate.virtual_time import VirtualLoop
 
@@ -28,7 +28,7 @@ ROOM_S = 0.05  # after it, an engine in which nothing fits looks again
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StepPace:
     """How long a step takes, in seconds."""
 
     step_s: float = 0.02
@@ -164,7 +164,7 @@ class ModelledEngine(Commands):
         max_len = min(runner.max_positions, runner.pool.num_blocks * runner.layout.block_size)
         super().__init__(Engine(runner, limits, max_len), listener)
         self._runner, self.number = runner, number
-        self._cores = None if isinstance(cores, Own) or cores is None else cores
+        self._cores = None if isinstance(cores, OwnCores) or cores is None else cores
         self._wake = Bell(self._ring)  # type: ignore[assignment]
         self._jumps = tell is not None and self._cores is None
         self._tell = tell or (lambda told: None)
@@ -182,7 +182,7 @@ class ModelledEngine(Commands):
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Within a loop of virtual time."""
+        """Must be called within a loop of virtual time."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         self._loop = loop
@@ -197,7 +197,7 @@ class ModelledEngine(Commands):
         if self._task is not None:
             await asyncio.wait([self._task])
 
-    def facts(self) -> Facts:
+    def facts(self) -> EngineLoad:
         """`look` without waiting for a step to end."""
         if self._jump is not None:
             self._jump.settle(self._jump.under_way(self._loop.time()))
@@ -298,7 +298,7 @@ class ModelledEngine(Commands):
             self._ended.set_result(None)
 
     async def _sleep(self, seconds: float | None = None) -> None:
-        """Until somebody asks for something."""
+        """Sleeps until somebody asks for something."""
         self._sleeping = self._loop.create_future()
         timer = None if seconds is None else self._loop.call_later(seconds, self._wake_up)
         try:

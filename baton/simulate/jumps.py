@@ -36,7 +36,7 @@ def ids(start: int, end: int) -> tuple[int, ...]:
 
 
 def plain_steps(engine: Engine, most: int) -> int:
-    """For how many steps at most nothing happens but that the running sequences decode, if nobody asks for anything."""
+    """The most steps in which running sequences decode and nothing else happens, if nobody asks for anything."""
     scheduler, block = engine.scheduler, engine.block_size
     running = scheduler.running
     if not running or scheduler.attached or not all(_plain(seq, block) for seq in running):

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from baton.recorder.recording import BadRecording, Call, Section, Stretch
+from baton.recorder.recording import BadRecording, RecordedCall, RecordedStretch, Section
 from baton.recorder.tape import Raised
-from baton.recorder.values import Unreadable, Writer
+from baton.recorder.values import Unreadable, ValueWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Difference:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ReplayOutcome:
     process: str
     compared: Counter[str] = field(default_factory=Counter)  # by method
     difference: Difference | None = None
@@ -48,19 +48,19 @@ class Depends(Exception):
 class Replayed(Protocol):
     """The objects of a stretch, as they were."""
 
-    def answer(self, call: Call) -> Any:
+    def answer(self, call: RecordedCall) -> Any:
         """What the call gives now: a value, or `Raised`. Raises Depends."""
 
-    def recorded(self, call: Call) -> Any:
+    def recorded(self, call: RecordedCall) -> Any:
         """What it gave."""
 
 
-Start = Callable[[Stretch], Replayed]
+Start = Callable[[RecordedStretch], Replayed]
 
 
-def replay(section: Section, starts: dict[str, Start]) -> Outcome:
+def replay(section: Section, starts: dict[str, Start]) -> ReplayOutcome:
     """`starts`: tape → what makes its objects. Raises BadRecording."""
-    outcome = Outcome(section.head["process"], left_out=dict(section.head["not_recorded"]))
+    outcome = ReplayOutcome(section.head["process"], left_out=dict(section.head["not_recorded"]))
     for name in ("off", "refused"):
         if why := section.head[name]:
             outcome.left_out["everything" if name == "off" else "the engine"] = why
@@ -78,7 +78,7 @@ def replay(section: Section, starts: dict[str, Start]) -> Outcome:
     return outcome
 
 
-def _replay(stretch: Stretch, start: Start, outcome: Outcome) -> None:
+def _replay(stretch: RecordedStretch, start: Start, outcome: ReplayOutcome) -> None:
     replayed = start(stretch)
     for call in stretch.calls:
         now, then = written(replayed.answer(call)), written(replayed.recorded(call))
@@ -92,7 +92,7 @@ def written(value: Any) -> Any:
     """One form for equal values, which tells 1 from 1.0."""
     if isinstance(value, Raised):
         return {"raised": [value.kind, value.text]}
-    return json.loads(json.dumps(Writer().write(value)))
+    return json.loads(json.dumps(ValueWriter().write(value)))
 
 
 def attempt(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
@@ -108,8 +108,8 @@ def told(result: Any, read: Callable[[Any], Any]) -> Any:
     return read(result)
 
 
-def summary(outcomes: list[Outcome]) -> Iterator[str]:
-    """For a person."""
+def summary(outcomes: list[ReplayOutcome]) -> Iterator[str]:
+    """The outcomes as text for a person."""
     for one in outcomes:
         total = one.compared.total()
         kinds = ", ".join(f"{name} {count}" for name, count in sorted(one.compared.items()))

@@ -8,8 +8,8 @@ from baton.engine.core.engine import Engine, Output
 from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingAllowed, OutOfDeviceMemory, Tokens
 from baton.engine.core.sampling import Sampled, SamplingParams, Scored
 from baton.engine.core.sequence import Sequence
-from baton.recorder.recording import BadRecording, Call, Stretch
-from baton.recorder.values import Reader, classes
+from baton.recorder.recording import BadRecording, RecordedCall, RecordedStretch
+from baton.recorder.values import ValueReader, classes
 from baton.simulate.engine import ModelledRunner
 from baton.simulate.replay import Depends, attempt, told
 from baton.worker.taped import FACTS, GUESSES, METHODS, MODULES, outcome
@@ -44,9 +44,9 @@ class _Runner(ModelledRunner):
 
 
 class ReplayedEngine:
-    def __init__(self, stretch: Stretch) -> None:
+    def __init__(self, stretch: RecordedStretch) -> None:
         """Raises Unreadable, BadRecording, Depends."""
-        self._reader = Reader(classes(MODULES))
+        self._reader = ValueReader(classes(MODULES))
         state = self._reader.read(stretch.state)
         facts = {name: value for part in stretch.notes.get("engine", ()) for name, value in self._reader.read(part).items()}
         try:
@@ -73,10 +73,10 @@ class ReplayedEngine:
         scheduler._arrivals._places = state["places"]
         scheduler._last, scheduler._forming_since = state["last"], state["forming_since"]
 
-    def recorded(self, call: Call) -> Any:
+    def recorded(self, call: RecordedCall) -> Any:
         return told(call.result, self._reader.read)
 
-    def answer(self, call: Call) -> Any:
+    def answer(self, call: RecordedCall) -> Any:
         name, _, method = call.method.partition(".")
         if name != "engine" or method not in METHODS:
             raise BadRecording(f"line {call.line}: {call.method} is no decision of an engine")
@@ -99,7 +99,7 @@ class ReplayedEngine:
         engine.pool.drain_changes()
         return answer
 
-    def _step(self, call: Call, now: float) -> Any:
+    def _step(self, call: RecordedCall, now: float) -> Any:
         recorded = self.recorded(call)
         runner = self._runner
         runner.ends, runner.error, runner.ran = frozenset(), None, None
@@ -133,5 +133,5 @@ class ReplayedEngine:
         return seq
 
     def _extend_keys(self, seq: Sequence) -> None:
-        """As `Scheduler.extend_keys`, which makes them from the tokens."""
+        """Replaces `Scheduler.extend_keys`, which makes the keys from the tokens."""
         seq.keys += self._keys[seq][len(seq.keys) : len(seq.tokens) // self._engine.block_size]

@@ -5,20 +5,20 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from baton.recorder.recording import BadRecording, Call, Stretch
-from baton.recorder.values import Reader, classes
+from baton.recorder.recording import BadRecording, RecordedCall, RecordedStretch
+from baton.recorder.values import ValueReader, classes
 from baton.simulate.replay import attempt, told
 from router.prefix_index import Filling
 from router.taped import ANSWERS, DEFAULTS, FILLING, METHODS, MODULES, POOL, fill_told
 
 
 class ReplayedRouter:
-    def __init__(self, stretch: Stretch) -> None:
+    def __init__(self, stretch: RecordedStretch) -> None:
         """Raises Unreadable, BadRecording."""
         for name in MODULES:
             if name not in sys.modules:
                 import_module(name)
-        self._reader = Reader(classes(MODULES), DEFAULTS)
+        self._reader = ValueReader(classes(MODULES), DEFAULTS)
         self._objects: dict[str, Any] = self._reader.read(stretch.state)
         if missing := {*METHODS, "fillings"} - self._objects.keys():
             raise BadRecording(f"line {stretch.line}: the state lacks {', '.join(sorted(missing))}")
@@ -31,10 +31,10 @@ class ReplayedRouter:
                 if mask:
                     tables[key[0]][key] = mask
 
-    def recorded(self, call: Call) -> Any:
+    def recorded(self, call: RecordedCall) -> Any:
         return told(call.result, self._reader.read)
 
-    def answer(self, call: Call) -> Any:
+    def answer(self, call: RecordedCall) -> Any:
         name, _, method = call.method.partition(".")
         args, named = list(self._reader.read(call.args)), self._reader.read(call.named) or {}
         if name == "filling" and method in FILLING:

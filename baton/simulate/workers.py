@@ -15,18 +15,18 @@ from baton.cluster.handoff import Handoff
 from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from baton.cluster.registry import Registry
 from baton.engine.core.block_key import root_key
-from baton.engine.core.contract import CacheEvent, Facts, Listener
-from baton.engine.core.engine import Output, Refused
+from baton.engine.core.contract import CacheEvent, EngineLoad, Listener
+from baton.engine.core.engine import Output, SequenceRefused
 from baton.engine.core.limits import Limits
 from baton.engine.core.sequence import Finish, Sequence, State
 from baton.profile.file import Profile
 from baton.profile.models import Work
-from baton.simulate.cores import Computes, Own, Thread
-from baton.simulate.engine import ModelledEngine, ModelledRunner, Pace, ProfiledPace, Told
+from baton.simulate.cores import Computes, OwnCores, Thread
+from baton.simulate.engine import ModelledEngine, ModelledRunner, ProfiledPace, StepPace, Told
 from baton.simulate.feed import Feed
 from baton.simulate.flight import Flight
 from baton.simulate.virtual_time import MESSAGES, until
-from baton.worker.prompts import Paced, Prompts
+from baton.worker.prompts import PacedNews, Prompts
 from baton.worker.refusal import failure, refusal
 from router.request import Request, Token
 from router.workers import Adopted, Answer, CachePage, DecodeEvent, Ended, FirstToken, OnOthers, PrefillEvent, Source
@@ -38,7 +38,7 @@ ROOM_POLL_S = 0.02
 class Times:
     """How long things take, in seconds."""
 
-    pace: Callable[[Work], float] = field(default_factory=Pace)
+    pace: Callable[[Work], float] = field(default_factory=StepPace)
     handoff_s: float = 0.005
     handoff_token_s: float = 0.0  # for each position of KV that is moved
     travel_s: float = 0.0003  # of a message between two processes
@@ -83,7 +83,7 @@ class ModelledWorker:
         queue = self._told[seq] = asyncio.Queue()
         try:
             yield queue
-        except Refused as error:
+        except SequenceRefused as error:
             raise refusal(error) from None
         finally:
             del self._told[seq]
@@ -92,7 +92,7 @@ class ModelledWorker:
         return _load(await self.engine.look())
 
     def load_now(self) -> Load:
-        """Without waiting for a step to end."""
+        """The load now, without waiting for a step to end."""
         return _load(self.engine.facts())
 
     async def close(self) -> None:
@@ -144,7 +144,7 @@ class Fleet:
     ) -> None:
         """`cores`: shared by all; None: each process has its own. `large`, `jumps`: see `SimulatedCluster`."""
         self.times, self.registry, self.limits = times, registry, limits
-        self.cores = cores or Own()
+        self.cores = cores or OwnCores()
         self.feed = Feed(times.travel_s) if large else None
         self.jumps = jumps and large
         self.workers: dict[str, ModelledWorker] = {}
@@ -304,7 +304,7 @@ class ModelledWorkers:
         self._end(handle)
 
     def _follow(self, worker: WorkerRecord, here: ModelledWorker) -> None:
-        """From the first prompt on, as a session does."""
+        """Follows the worker from the first prompt on, as a session does."""
         if worker.name not in self._followed:
             self._followed.add(worker.name)
             loop = asyncio.get_running_loop()
@@ -312,7 +312,7 @@ class ModelledWorkers:
             def tell(tokens: int) -> None:
                 loop.call_later(self._times.travel_s, lambda: self.on_others(worker, tokens))
 
-            here.prompts.follow(self._asker, Paced(tell))
+            here.prompts.follow(self._asker, PacedNews(tell))
 
     def release(self, worker: WorkerRecord, handle: bytes, request_id: str) -> None:
         self._end(handle)
@@ -383,5 +383,5 @@ def _forget(here: ModelledWorker, seq: Sequence) -> None:
         here.engine.forget(seq.id)
 
 
-def _load(now: Facts) -> Load:
+def _load(now: EngineLoad) -> Load:
     return Load(now.running, now.waiting, now.free_blocks, now.credit_tokens, now.cached_blocks, 0, now.waiting_tokens)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from baton.tiers.disk_folder import Shape, padded, units_name
-from baton.tiers.slots import Entry
+from baton.tiers.slots import SlotEntry
 
 PIECE_BYTES = 8 << 20  # of one call, at least one slot
 BUFFERS = 4  # kept for the next calls
@@ -32,7 +32,7 @@ class Rates(NamedTuple):
     buffered: float
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """Slots side by side in one file."""
 
     file: int
@@ -79,7 +79,7 @@ class Files:
                     there[i] = True
         return there
 
-    def present(self, entries: Sequence[Entry]) -> list[Entry]:
+    def present(self, entries: Sequence[SlotEntry]) -> list[SlotEntry]:
         """Those whose slots exist: a file may have been lost or cut."""
         per_file, slots = self._shape.slots_per_file, dict[int, int]()
         for index in {entry.slot // per_file for entry in entries}:
@@ -105,8 +105,8 @@ class Files:
             os.close(fd)
         self._fds.clear()
 
-    def _runs(self, slots: Sequence[int]) -> Iterator[Run]:
-        run: Run | None = None
+    def _runs(self, slots: Sequence[int]) -> Iterator[SlotRun]:
+        run: SlotRun | None = None
         for i in sorted(range(len(slots)), key=lambda i: slots[i]):
             file, place = divmod(slots[i], self._shape.slots_per_file)
             if run and run.file == file and place == run.first + len(run.members) and len(run.members) < self._most:
@@ -114,7 +114,7 @@ class Files:
                 continue
             if run:
                 yield run
-            run = Run(file, place, [i])
+            run = SlotRun(file, place, [i])
         if run:
             yield run
 

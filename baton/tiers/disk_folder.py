@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from baton.tiers.kind import Kind
+from baton.tiers.kind import UnitKind
 
 FORMAT = "baton-kv-1"
 HEADER, LOCK, LOG = "baton-kv.json", "lock", "log"
@@ -44,7 +44,7 @@ def units_name(index: int) -> str:
 class Folder:
     """An open folder, and its lock. Raises ValueError for what is refused, OSError for what the disk refuses."""
 
-    def __init__(self, path: Path, kind: Kind, capacity: int, device: int | None = None) -> None:
+    def __init__(self, path: Path, kind: UnitKind, capacity: int, device: int | None = None) -> None:
         """`device`: the disk on which it must lie (`st_dev`); None: any."""
         slot = padded(kind.unit_bytes)
         shape = Shape(kind.unit_bytes, slot, max(FILE_BYTES // slot, -(-capacity // FILES), 1))
@@ -114,7 +114,7 @@ def _locked(path: Path) -> int:
     return fd
 
 
-def _agreed(path: Path, kind: Kind, shape: Shape) -> Shape:
+def _agreed(path: Path, kind: UnitKind, shape: Shape) -> Shape:
     """That of the folder, which becomes ours if it is new."""
     header = path / HEADER
     if not header.exists():

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from baton.tiers.slots import Entry
+from baton.tiers.slots import SlotEntry
 
 RECORD = struct.Struct("<IB3xI16s16s")
 PUT, DROP = 1, 2
@@ -28,7 +28,7 @@ class Log:
         self.records = 0
         self.damaged = 0  # records that the last replay found torn or altered
 
-    def replay(self, capacity: int) -> list[Entry]:
+    def replay(self, capacity: int) -> list[SlotEntry]:
         """What is held, in the order in which it was put."""
         with open(self._fd, "rb", closefd=False) as file:
             data = memoryview(file.read())
@@ -41,22 +41,22 @@ class Log:
             if zlib.crc32(record[4:]) != crc or kind not in (PUT, DROP):
                 self.damaged += 1
             elif kind == DROP:
-                held.drop(Entry(key, digest, slot))
+                held.drop(SlotEntry(key, digest, slot))
             else:
-                held.put(Entry(key, digest, slot))
+                held.put(SlotEntry(key, digest, slot))
         return [entry for entry in held.by_key.values() if entry.slot < capacity]
 
     def too_long(self, held: int) -> bool:
         return self.records > 2 * held + SPARE
 
-    def append(self, kind: int, entries: Sequence[Entry], sync: bool = False) -> None:
+    def append(self, kind: int, entries: Sequence[SlotEntry], sync: bool = False) -> None:
         _write(self._fd, _records(kind, entries))
         self.records += len(entries)
         if sync:
             os.fdatasync(self._fd)
 
-    def rewrite(self, entries: Sequence[Entry]) -> None:
-        """Of all that was told only these are left, the longest unused first."""
+    def rewrite(self, entries: Sequence[SlotEntry]) -> None:
+        """Keeps only these of all that was told, the longest unused first."""
         path = self._path.with_suffix(".new")
         path.unlink(missing_ok=True)
         fd = self._open(path)
@@ -80,26 +80,26 @@ class Log:
 
 class _Held:
     def __init__(self) -> None:
-        self.by_key: dict[bytes, Entry] = {}
-        self._by_slot: dict[int, Entry] = {}
+        self.by_key: dict[bytes, SlotEntry] = {}
+        self._by_slot: dict[int, SlotEntry] = {}
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: SlotEntry) -> None:
         for old in (self._by_slot.get(entry.slot), self.by_key.get(entry.key)):
             if old is not None:
                 self._remove(old)
         self.by_key[entry.key] = self._by_slot[entry.slot] = entry
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: SlotEntry) -> None:
         old = self.by_key.get(entry.key)
         if old is not None and (old.slot, old.digest) == (entry.slot, entry.digest):
             self._remove(old)
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: SlotEntry) -> None:
         self.by_key.pop(entry.key, None)
         self._by_slot.pop(entry.slot, None)
 
 
-def _records(kind: int, entries: Iterable[Entry]) -> bytes:
+def _records(kind: int, entries: Iterable[SlotEntry]) -> bytes:
     found = bytearray()
     for entry in entries:
         body = RECORD.pack(0, kind, entry.slot, entry.key, entry.digest)[4:]

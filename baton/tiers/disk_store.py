@@ -21,8 +21,8 @@ from baton.engine.core.block_key import DISK
 from baton.tiers.disk_files import Files, Rates, measure, prefers_direct
 from baton.tiers.disk_folder import LOG, Folder
 from baton.tiers.disk_log import DROP, PUT, Log
-from baton.tiers.kind import Kind
-from baton.tiers.slots import Entry, Pins, Slots
+from baton.tiers.kind import UnitKind
+from baton.tiers.slots import Pins, SlotEntry, Slots
 from baton.tiers.store import StoreFailed, Unit, Wanted
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ OPENING_S = 15.0  # the longest that a caller waits for a folder to be opened
 
 
 @dataclass(eq=False)
-class Session:
+class DiskSession:
     folder: Folder
     log: Log
     files: Files
@@ -47,8 +47,8 @@ class Session:
 
 
 @dataclass(eq=False)
-class Call:
-    session: Session
+class DiskCall:
+    session: DiskSession
     began: float
 
 
@@ -60,7 +60,7 @@ class DiskStore:
     def __init__(
         self,
         folder: Path,
-        kind: Kind,
+        kind: UnitKind,
         capacity: int,
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
@@ -79,14 +79,14 @@ class DiskStore:
         self._patience_s = patience_s
         self._clock = clock
         self._device: int | None = None
-        self._undropped: dict[bytes, Entry] = {}  # dropped, but the log does not say so yet
-        self._calls: set[Call] = set()
+        self._undropped: dict[bytes, SlotEntry] = {}  # dropped, but the log does not say so yet
+        self._calls: set[DiskCall] = set()
         self._lock = threading.Lock()  # over the calls and the session; never held while the disk is waited for
         self._opening = threading.Lock()
         self._closed = False
         self.pins = Pins()
         self._slots = Slots(capacity, self.pins)
-        self._session: Session | None = None
+        self._session: DiskSession | None = None
         try:
             self._open()
         except OSError as error:
@@ -156,7 +156,7 @@ class DiskStore:
             self._end(session)
 
     @contextmanager
-    def _call(self) -> Iterator[Call]:
+    def _call(self) -> Iterator[DiskCall]:
         """Raises StoreFailed at once if the disk is known to refuse or to hang."""
         call = self._enter()
         try:
@@ -168,7 +168,7 @@ class DiskStore:
         finally:
             self._leave(call)
 
-    def _enter(self) -> Call:
+    def _enter(self) -> DiskCall:
         if self._closed:
             raise StoreFailed(f"{self.path}: it is closed")
         if self._session is None:
@@ -183,12 +183,12 @@ class DiskStore:
                     raise StoreFailed(f"{self.path}: the disk has not answered for {now - call.began:.1f} s")
             if self._session is None:
                 raise StoreFailed(f"{self.path}: another call has just failed")
-            call = Call(self._session, now)
+            call = DiskCall(self._session, now)
             call.session.calls += 1
             self._calls.add(call)
             return call
 
-    def _leave(self, call: Call) -> None:
+    def _leave(self, call: DiskCall) -> None:
         with self._lock:
             self._calls.discard(call)
             call.session.calls -= 1
@@ -196,7 +196,7 @@ class DiskStore:
         if last:
             call.session.close()
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: DiskSession) -> None:
         """Ends it, once; it is closed by whoever leaves it last."""
         with self._lock:
             if session.ended:
@@ -208,7 +208,7 @@ class DiskStore:
         if idle:
             session.close()
 
-    def _check_time(self, call: Call) -> None:
+    def _check_time(self, call: DiskCall) -> None:
         took = self._clock() - call.began
         if took > self._patience_s:
             raise StoreFailed(f"{self.path}: the disk is slow: a call took {took:.1f} s")
@@ -217,14 +217,14 @@ class DiskStore:
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return StoreFailed(said if str(self.path) in said else f"{self.path}: {said}")
 
-    def _lose(self, slots: Slots, entries: Sequence[Entry]) -> None:
+    def _lose(self, slots: Slots, entries: Sequence[SlotEntry]) -> None:
         lost = [entry for entry in entries if slots.lose(entry)]
         with self._lock:
             self._undropped |= {entry.key: entry for entry in lost}
         if lost:
             log.warning("%s: %d units were damaged; they are computed again", self.path, len(lost))
 
-    def _tell_drops(self, session: Session) -> None:
+    def _tell_drops(self, session: DiskSession) -> None:
         with self._lock:
             entries = list(self._undropped.values())
         if entries:
@@ -265,7 +265,7 @@ class DiskStore:
         finally:
             self._opening.release()
 
-    def _new_session(self) -> Session:
+    def _new_session(self) -> DiskSession:
         began, slots = self._clock(), Slots(self.capacity, self.pins)
         with ExitStack() as opened:
             folder = Folder(self.path, self._kind, self.capacity, self._device)
@@ -284,7 +284,7 @@ class DiskStore:
             files.trim()
             opened.pop_all()
         log.info("%s: %d units after %.2f s, %s I/O", self.path, len(slots), self._clock() - began, self.way)
-        return Session(folder, journal, files, slots)
+        return DiskSession(folder, journal, files, slots)
 
     @property
     def way(self) -> str:

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class UnitKind:
     fingerprint: bytes  # `KvLayout.fingerprint`
     unit_bytes: int
     seal: str = ""  # `sealed_store.seal_name` of the key with which they are encrypted; empty: they are not
 
     @property
     def facts(self) -> dict[str, str | int]:
-        """As they are written beside the units."""
+        """The facts as they are written beside the units."""
         return {"fingerprint": self.fingerprint.hex(), "seal": self.seal, "unit_bytes": self.unit_bytes}
 
     def check(self, found: dict[str, object], where: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from baton.engine.core.kvcache import Bytes, Channel, Dma, Pool
 from baton.tiers.memory_store import MemoryStore
-from baton.tiers.slots import Entry
+from baton.tiers.slots import SlotEntry
 from baton.tiers.store import Unit, Wanted
 
 log = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ class LockedStore(MemoryStore):
         self._guard = threading.Lock()  # over these; never held while something is copied
 
     def save(self, blocks: Sequence[tuple[bytes, int]], channel: Channel, wanted: Callable[[], bool]) -> list[bytes] | None:
-        """As `put`, of blocks (key, block) of the pool. None: when they had been copied, nobody `wanted` them any more, and none is held.
-        Raises RuntimeError if the device fails."""
+        """Does what `put` does, with blocks (key, block) of the pool. None: when they had been copied, nobody `wanted` them any more, and
+        none is held. Raises RuntimeError if the device fails."""
         with self._copies():
             placed = self._slots.reserve([Unit(key, b"", NOTHING) for key, _ in blocks])
             entries, by_key, good = placed.entries, dict(reversed(blocks)), False
@@ -68,10 +68,10 @@ class LockedStore(MemoryStore):
         self._slots.commit(entry._replace(digest=digest) for entry, digest in zip(entries, digests, strict=True))
         return placed.lost
 
-    def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
+    def find(self, keys: Sequence[bytes]) -> list[SlotEntry | None]:
         return self._slots.find(keys)
 
-    def load(self, entries: Sequence[Entry], blocks: Sequence[int], channel: Channel) -> list[bool]:
+    def load(self, entries: Sequence[SlotEntry], blocks: Sequence[int], channel: Channel) -> list[bool]:
         """Copies these to blocks of the pool; which of them are whole there. An entry that has gone meanwhile, and whose slot may have
         another unit, is not. Raises RuntimeError if the device fails."""
         order = sorted(range(len(entries)), key=lambda i: entries[i].slot)  # side by side: few copies
@@ -130,7 +130,7 @@ class LockedStore(MemoryStore):
             if unlock is not None:
                 unlock()
 
-    def _memory_of(self, entries: Sequence[Entry], lock: bool = False) -> list[Bytes]:
+    def _memory_of(self, entries: Sequence[SlotEntry], lock: bool = False) -> list[Bytes]:
         """Pieces for a channel: of slots side by side, none in two chunks. `lock`: what of it has not been used before."""
         memory, slots, pieces = self._open(), [entry.slot for entry in entries], list[Bytes]()
         if lock:

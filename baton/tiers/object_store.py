@@ -24,7 +24,7 @@ from xxhash import xxh3_128_digest
 from baton.engine.core.block_key import KEY_BYTES, REMOTE
 from baton.engine.core.kvcache import DIGEST_BYTES
 from baton.tiers.calls import Calls
-from baton.tiers.kind import Kind
+from baton.tiers.kind import UnitKind
 from baton.tiers.objects import Objects
 from baton.tiers.store import StoreFailed, Unit, Wanted
 
@@ -52,7 +52,7 @@ class ObjectStore:
     def __init__(
         self,
         url: str,
-        kind: Kind,
+        kind: UnitKind,
         capacity: int,
         options: Mapping[str, str] | None = None,
         at_once: int = AT_ONCE,
@@ -196,7 +196,7 @@ class ObjectStore:
         self._kind.check(found, self.place)
 
     def _names(self) -> list[str]:
-        """In the order of their writing."""
+        """The names in the order of their writing."""
         found = self._ask([lambda: list(self._objects.list())], LIST_S)[0]
         return [each.name for each in sorted(found, key=lambda each: each.written)]
 

@@ -117,7 +117,7 @@ class SealedStore:
 
     @contextmanager
     def _memory(self, count: int) -> Iterator[list[bytearray]]:
-        """Of the size of a sealed unit each."""
+        """Buffers, each of the size of a sealed unit."""
         with self._lock:
             taken, self._buffers = self._buffers[:count], self._buffers[count:]
         taken += [bytearray(self._inside.unit_bytes) for _ in range(count - len(taken))]

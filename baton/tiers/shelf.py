@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from baton.engine.core.long_contexts import ShelfFailed
-from baton.tiers.tier import Piece, Save, Tier
+from baton.tiers.tier import LoadPiece, Save, Tier
 from baton.tiers.ways import Landing
 
 PIECES = 32  # of a reading, that a tier is given at a time
@@ -52,7 +52,7 @@ class PinnedShelf:
             reading = _Reading(first, len(part), take)
             for start in range(0, len(part), piece):
                 own = part[start : start + piece]
-                self._tier.load(Piece(own, time.monotonic(), 0.0, reading.takes(start), reading.ends(len(own)), counts=False))
+                self._tier.load(LoadPiece(own, time.monotonic(), 0.0, reading.takes(start), reading.ends(len(own)), counts=False))
             while not reading.over.wait(LOOK_S) and self._tier.on:
                 self._tier.watch(time.monotonic())
             if not reading.end():
@@ -71,7 +71,7 @@ class _Reading:
         self._lock = threading.Lock()  # over what `take` writes to, too
 
     def takes(self, start: int) -> Callable[[Sequence[int], Landing], list[bool]]:
-        """For a piece that begins there."""
+        """The `Take` of a piece that begins there."""
 
         def take(units: Sequence[int], landing: Landing) -> list[bool]:
             with self._lock:
@@ -83,7 +83,7 @@ class _Reading:
         return take
 
     def ends(self, count: int) -> Callable[[], None]:
-        """For a piece of so many."""
+        """The end of a piece of so many."""
 
         def end() -> None:
             with self._lock:

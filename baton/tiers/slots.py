@@ -13,14 +13,14 @@ from typing import NamedTuple
 from baton.tiers.store import Unit
 
 
-class Entry(NamedTuple):
+class SlotEntry(NamedTuple):
     key: bytes
     digest: bytes
     slot: int
 
 
 class Placed(NamedTuple):
-    entries: list[Entry]  # to be written, then `commit`ted or `cancel`led
+    entries: list[SlotEntry]  # to be written, then `commit`ted or `cancel`led
     units: list[Unit]  # of `entries`
     lost: list[bytes]
 
@@ -59,7 +59,7 @@ class Slots:
     def __init__(self, capacity: int, pins: Pins | None = None) -> None:
         self.capacity = capacity
         self._pins = Pins() if pins is None else pins
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # held; the longest unused first
+        self._entries: OrderedDict[bytes, SlotEntry] = OrderedDict()  # held; the longest unused first
         self._freed: list[int] = []  # a heap: what is written together lies together
         self._fresh = 0  # this slot and those behind it were never used
         self._lock = threading.Lock()
@@ -71,7 +71,7 @@ class Slots:
         with self._lock:
             return list(self._entries)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[SlotEntry]:
         with self._lock:
             return list(self._entries.values())
 
@@ -79,7 +79,7 @@ class Slots:
         with self._lock:
             return [key in self._entries for key in keys]
 
-    def find(self, keys: Sequence[bytes]) -> list[Entry | None]:
+    def find(self, keys: Sequence[bytes]) -> list[SlotEntry | None]:
         with self._lock:
             return [self._entries.get(key) for key in keys]
 
@@ -98,27 +98,27 @@ class Slots:
             over = max(0, len(wanted) - self._room)
             lost += [unit.key for unit in wanted[:over]]
             wanted = wanted[over:]
-            return Placed([Entry(unit.key, unit.digest, self._take()) for unit in wanted], wanted, lost)
+            return Placed([SlotEntry(unit.key, unit.digest, self._take()) for unit in wanted], wanted, lost)
 
-    def commit(self, entries: Iterable[Entry]) -> None:
+    def commit(self, entries: Iterable[SlotEntry]) -> None:
         """These have been written."""
         with self._lock:
             for entry in entries:
                 if self._entries.setdefault(entry.key, entry) is not entry:  # another thread was first
                     heapq.heappush(self._freed, entry.slot)
 
-    def cancel(self, entries: Iterable[Entry]) -> None:
+    def cancel(self, entries: Iterable[SlotEntry]) -> None:
         with self._lock:
             for entry in entries:
                 heapq.heappush(self._freed, entry.slot)
 
-    def use(self, entries: Iterable[Entry]) -> None:
+    def use(self, entries: Iterable[SlotEntry]) -> None:
         with self._lock:
             for entry in entries:
                 if self._entries.get(entry.key) == entry:
                     self._entries.move_to_end(entry.key)
 
-    def lose(self, entry: Entry) -> bool:
+    def lose(self, entry: SlotEntry) -> bool:
         """Forgets this one, which does not verify; False: it has gone already, and what was read belongs to another."""
         with self._lock:
             if self._entries.get(entry.key) != entry:
@@ -126,14 +126,14 @@ class Slots:
             self._remove(entry)
             return True
 
-    def forget(self, keys: Iterable[bytes]) -> list[Entry]:
+    def forget(self, keys: Iterable[bytes]) -> list[SlotEntry]:
         with self._lock:
             found = [entry for key in dict.fromkeys(keys) if (entry := self._entries.get(key)) is not None]
             for entry in found:
                 self._remove(entry)
             return found
 
-    def restore(self, entries: Iterable[Entry]) -> None:
+    def restore(self, entries: Iterable[SlotEntry]) -> None:
         """Holds exactly these, the longest unused first. Each has a slot of its own."""
         with self._lock:
             self._entries = OrderedDict((entry.key, entry) for entry in entries)
@@ -151,6 +151,6 @@ class Slots:
         self._fresh += 1
         return self._fresh - 1
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: SlotEntry) -> None:
         del self._entries[entry.key]
         heapq.heappush(self._freed, entry.slot)

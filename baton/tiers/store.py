@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 
-class Pins(Protocol):
+class PinSet(Protocol):
     """`baton.tiers.slots.Pins`."""
 
     def __len__(self) -> int: ...
@@ -45,7 +45,7 @@ class Store(Protocol):
     capacity: int  # units
 
     @property
-    def pins(self) -> Pins | None:
+    def pins(self) -> PinSet | None:
         """Keys that `put` does not give up for others. None: others put units there, too."""
         ...
 

@@ -41,7 +41,7 @@ RETRY_S, RETRY_MAX_S = 1.0, 60.0
 JOIN_S = 5.0  # a thread that hangs in a call of the system cannot be stopped: the process exits without it
 
 
-class State(Enum):
+class TierState(Enum):
     ON = "on"
     FAILED = "failed"  # the store refused something
     PROBING = "probing"
@@ -51,16 +51,16 @@ class State(Enum):
 
 MOVES = Moves(
     {
-        (State.ON, "fail"): State.FAILED,
-        (State.FAILED, "probe"): State.PROBING,
-        (State.PROBING, "fail"): State.FAILED,
-        (State.PROBING, "answer"): State.ON,
-        (State.ON, "cost"): State.RESTING,
-        (State.RESTING, "try"): State.ON,
-        (State.ON, "close"): State.CLOSED,
-        (State.FAILED, "close"): State.CLOSED,
-        (State.PROBING, "close"): State.CLOSED,
-        (State.RESTING, "close"): State.CLOSED,
+        (TierState.ON, "fail"): TierState.FAILED,
+        (TierState.FAILED, "probe"): TierState.PROBING,
+        (TierState.PROBING, "fail"): TierState.FAILED,
+        (TierState.PROBING, "answer"): TierState.ON,
+        (TierState.ON, "cost"): TierState.RESTING,
+        (TierState.RESTING, "try"): TierState.ON,
+        (TierState.ON, "close"): TierState.CLOSED,
+        (TierState.FAILED, "close"): TierState.CLOSED,
+        (TierState.PROBING, "close"): TierState.CLOSED,
+        (TierState.RESTING, "close"): TierState.CLOSED,
     }
 )
 
@@ -71,7 +71,7 @@ class Save(NamedTuple):
     urgent: bool = False  # somebody waits: it is written next, at any rate, and not dropped
 
 
-class Piece(NamedTuple):
+class LoadPiece(NamedTuple):
     """A part of a load, read in one call: at most `Tier.piece` units."""
 
     keys: Sequence[bytes]
@@ -83,7 +83,7 @@ class Piece(NamedTuple):
     counts: bool = True  # whether it says what the tier is worth, and how fast loads are
 
 
-class Told(NamedTuple):
+class TierReport(NamedTuple):
     """What a tier says of itself."""
 
     medium: str
@@ -122,7 +122,7 @@ class Tier:
         """Raises RuntimeError if the pool's device has no room for the ways."""
         self.store = store
         self.medium = store.medium
-        self.state = State.ON
+        self.state = TierState.ON
         self.why = ""  # it is off
         self._bounds = bounds
         self._moved = moved
@@ -138,7 +138,7 @@ class Tier:
         self._most = max(1, QUEUED_BYTES // store.unit_bytes)
         self._batch, self.piece, make = ways(store, pool)
         self._way = make(self._batch, self._asks)  # the writer's
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[LoadPiece] = deque()
         self._asking: dict[int, float] = {}  # thread that asks the store → since when
         self._told: dict[bytes, None] = {}  # keys that `moved` was told of and that are still here
         self._told_lock = threading.Lock()  # what is told and how it is told are in one order
@@ -156,7 +156,7 @@ class Tier:
 
     @property
     def on(self) -> bool:
-        return self.state is State.ON
+        return self.state is TierState.ON
 
     @property
     def _watching(self) -> Ghosts | None:
@@ -166,14 +166,14 @@ class Tier:
     def rate(self, now: float) -> Rate | None:
         return self._rate.at(now)
 
-    def told(self, now: float, compute_s: float = 0.0) -> Told:
+    def told(self, now: float, compute_s: float = 0.0) -> TierReport:
         """`compute_s`: of a unit; 0: not known."""
         with self._lock:
             saved_s, spent_s = self.worth.lately(now)
             rate, units, tally = self._rate.at(now), (self.units, self.store.capacity), replace(self.worth.tally)
             cost = self.store.unit_bytes / rate.bytes_per_s / compute_s if rate and compute_s else 0.0
             state = ("watching", ghosts.why) if (ghosts := self._watching) is not None else (self.state.value, self.why)
-            return Told(self.medium, *state, *units, tally, saved_s, spent_s, cost)
+            return TierReport(self.medium, *state, *units, tally, saved_s, spent_s, cost)
 
     def save(self, save: Save) -> None:
         """Never waits. `done` is called in any case, also now."""
@@ -196,7 +196,7 @@ class Tier:
         copies = sum(not isinstance(content, int) for content in contents)
         return copies > self._most or len(contents) - copies > max(SAVED, self._most)
 
-    def load(self, piece: Piece) -> None:
+    def load(self, piece: LoadPiece) -> None:
         """Never waits. `done` is called in any case, also now."""
         with self._lock:
             taken = self.on and len(self._pieces) < QUEUED_PIECES
@@ -207,7 +207,7 @@ class Tier:
             piece.done()
 
     def credit(self, seconds: float) -> None:
-        """Of computing, which units saved that came before somebody asked for them."""
+        """Credits computing time, saved by units that came before somebody asked for them."""
         with self._lock:
             self.worth.saved(seconds, self._clock())
 
@@ -238,7 +238,7 @@ class Tier:
         self.store.close()
 
     def _write(self) -> None:
-        while self.state is not State.CLOSED:
+        while self.state is not TierState.CLOSED:
             self._drop()
             self._refresh()
             save = self._due()
@@ -260,7 +260,7 @@ class Tier:
         with self._lock:
             wait_s = LOOK_S if not self._saves else self._next_write - self._clock()
             wait_s = 0.0 if self._drops or self._urgent else wait_s
-            if wait_s > 0 and self.state is not State.CLOSED:
+            if wait_s > 0 and self.state is not TierState.CLOSED:
                 self._to_write.wait(min(wait_s, LOOK_S))
             if not self._urgent and (not self._saves or self._next_write > self._clock()):
                 return None
@@ -354,13 +354,13 @@ class Tier:
     def _hangs(self, now: float) -> bool:
         return any(now - since > HANG_S for since in list(self._asking.values()))
 
-    def _next_piece(self) -> Piece | None:
+    def _next_piece(self) -> LoadPiece | None:
         with self._lock:
-            while not self._pieces and self.state is not State.CLOSED:
+            while not self._pieces and self.state is not TierState.CLOSED:
                 self._to_read.wait()
             return self._pieces.popleft() if self._pieces else None
 
-    def _note(self, piece: Piece, came: list[bool], began: float) -> None:
+    def _note(self, piece: LoadPiece, came: list[bool], began: float) -> None:
         now, asked, good, size = self._clock(), len(came), sum(came), self.store.unit_bytes
         saved_s = piece.compute_s * good / asked if now - piece.began <= piece.compute_s else 0.0  # later, it was computed
         with self._lock:
@@ -392,9 +392,9 @@ class Tier:
     def _look(self) -> None:
         """Goes back on when it is time, and off if it does not pay."""
         now = self._clock()
-        if self.state is State.FAILED and now >= self._retry_at and not self._hangs(now):
+        if self.state is TierState.FAILED and now >= self._retry_at and not self._hangs(now):
             self._probe(now)
-        elif self.state is State.RESTING and now >= self._retry_at:
+        elif self.state is TierState.RESTING and now >= self._retry_at:
             with self._lock:
                 self._move("try")
                 self.worth.begin(now)
@@ -435,7 +435,7 @@ class Tier:
         with self._lock:
             if (self.state, event) not in MOVES:  # another thread was first, or it is closed
                 return
-            quiet = self.state is State.PROBING
+            quiet = self.state is TierState.PROBING
             self._move(event)
             self.why, self._retry_at = why, until
         if not quiet:

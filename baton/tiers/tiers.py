@@ -1,4 +1,4 @@
-"""The tiers under one pool, the nearest first. Implements `baton.engine.core.colder.Tiers`.
+"""The tiers under one pool, the nearest first. Implements `baton.engine.core.colder.ColderTiers`.
 
 What leaves the pool goes to the first tier that is on; what leaves a tier goes to the next. A load is cut into pieces, which the tiers that
 hold them read at once; it has landed when all of them have ended, or is cancelled.
@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from baton.engine.core.colder import Policy, Report
+from baton.engine.core.colder import Report, TierPolicy
 from baton.engine.core.ghosts import Ghosts
 from baton.engine.core.kvcache import Pool
 from baton.tiers.choice import units_to_compute, units_to_load
 from baton.tiers.shelf import PinnedShelf
 from baton.tiers.store import Store
-from baton.tiers.tier import Bounds, Piece, Save, Tier, Told
+from baton.tiers.tier import Bounds, LoadPiece, Save, Tier, TierReport
 from baton.tiers.ways import Landing
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ MakeStores = Callable[[Pool], list[tuple[Store, Bounds]]]
 
 
 class Tiers:
-    def __init__(self, make: MakeStores, policy: Policy) -> None:
+    def __init__(self, make: MakeStores, policy: TierPolicy) -> None:
         """`make`: the stores for the units of this pool, the nearest first; it may wait, and raises ValueError, which names the
         configuration key."""
         self.policy = policy
@@ -57,7 +57,7 @@ class Tiers:
             tier.close()
 
     def shelf(self, longest: int) -> PinnedShelf:
-        """In the nearest tier that has room for `longest` tokens, or the largest."""
+        """A shelf in the nearest tier that has room for `longest` tokens, or the largest."""
         need = -(-longest // self._pool.layout.block_size)
         tiers = [tier for tier in self.tiers if tier.store.pins is not None]
         if not tiers:
@@ -102,7 +102,7 @@ class Tiers:
             for start in range(0, len(places), tier.piece):
                 part = places[start : start + tier.piece]
                 keys, done = [wanted[i][1] for i in part], partial(load.done, len(part))
-                tier.load(Piece(keys, began, len(part) * compute_s, partial(load.take, part), done, wanted=partial(load.wants, part)))
+                tier.load(LoadPiece(keys, began, len(part) * compute_s, partial(load.take, part), done, wanted=partial(load.wants, part)))
 
     def arrived(self, number: int) -> list[bool]:
         return self._loads[number].arrived
@@ -119,8 +119,8 @@ class Tiers:
             for tier in self.tiers:
                 tier.watch(now)
 
-    def told(self) -> list[Told]:
-        """For people and metrics; in any thread."""
+    def told(self) -> list[TierReport]:
+        """Reports for people and metrics; any thread may call it."""
         return [tier.told(time.monotonic(), self._compute_s) for tier in self.tiers]
 
     def drop(self, keys: Sequence[bytes]) -> None:

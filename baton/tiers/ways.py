@@ -12,7 +12,7 @@ from xxhash import xxh3_128_digest
 
 from baton.engine.core.kvcache import Carrier, Channel, Pool
 from baton.tiers.locked_store import LockedStore
-from baton.tiers.slots import Entry
+from baton.tiers.slots import SlotEntry
 from baton.tiers.store import Store, StoreFailed, Unit, Wanted
 
 BATCH, BATCH_BYTES = 16, 32 << 20  # units of one write, and their bytes
@@ -27,11 +27,11 @@ class Landing(Protocol):
 
     @property
     def units(self) -> Sequence[memoryview]:
-        """As the host sees them; none of those that a device copies."""
+        """The units that the host sees; none of those that a device copies."""
         ...
 
     def into(self, blocks: Sequence[int], places: Sequence[int]) -> list[bool]:
-        """As `Carrier.into`."""
+        """See `Carrier.into`."""
         ...
 
 
@@ -51,7 +51,7 @@ class Way(Protocol):
 
 
 class Ways(NamedTuple):
-    """Of one tier."""
+    """The ways of one tier."""
 
     batch: int  # units of one `put`
     piece: int  # units of one `get`
@@ -119,7 +119,7 @@ class _Found:
 
     units: Sequence[memoryview] = ()
 
-    def __init__(self, store: LockedStore, found: Sequence[Entry | None], channel: Channel) -> None:
+    def __init__(self, store: LockedStore, found: Sequence[SlotEntry | None], channel: Channel) -> None:
         self._store, self._found, self._channel = store, found, channel
 
     def into(self, blocks: Sequence[int], places: Sequence[int]) -> list[bool]:

@@ -14,7 +14,7 @@ UNNOTICED = 0.001  # share of the time that a tier may cost for nothing
 
 @dataclass(slots=True)
 class Tally:
-    """Since the start; each only grows."""
+    """Counts since the start; each only grows."""
 
     reads: int = 0  # units that were asked for
     hits: int = 0  # part of them: came, verified

@@ -13,7 +13,7 @@ EVERY = 5  # heartbeats: a registry that has lost its contents gets them back
 
 class Agreement:
     def __init__(self, registry: Registry, heartbeat_s: float) -> None:
-        """Within a running loop."""
+        """Must be called within a running loop."""
         self._registry, self._heartbeat_s = registry, heartbeat_s
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + WITHIN_S

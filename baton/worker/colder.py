@@ -6,16 +6,16 @@ from typing import TypeVar
 
 from baton.cluster.config_engine import TiersConfig
 from baton.cluster.records import TierRecord
-from baton.engine.core.colder import Policy
+from baton.engine.core.colder import TierPolicy
 from baton.engine.core.kvcache import Pool
 from baton.tiers.disk_folder import padded
 from baton.tiers.disk_store import DiskStore
-from baton.tiers.kind import Kind
+from baton.tiers.kind import UnitKind
 from baton.tiers.locked_store import memory_store, slot_bytes
 from baton.tiers.object_store import HEAD_BYTES, ObjectStore
 from baton.tiers.sealed_store import SEAL_BYTES, SealedStore, read_secret, seal_name
 from baton.tiers.store import Store
-from baton.tiers.tier import Bounds, Told
+from baton.tiers.tier import Bounds, TierReport
 from baton.tiers.tiers import Tiers
 
 MIB = 1 << 20
@@ -28,15 +28,15 @@ def make_tiers(config: TiersConfig, name: str) -> Tiers | None:
     """`name`: of the folder on a disk (`lasting_name`)."""
     if not config.any:
         return None
-    return Tiers(lambda pool: _stores(config, name, pool), Policy(config.save == "at_once", config.wait_s, config.keep == "all"))
+    return Tiers(lambda pool: _stores(config, name, pool), TierPolicy(config.save == "at_once", config.wait_s, config.keep == "all"))
 
 
 def records(tiers: Tiers | None) -> tuple[TierRecord, ...]:
-    """For people."""
+    """The tiers' records, which people read."""
     return tuple(_record(tier) for tier in tiers.told()) if tiers is not None else ()
 
 
-def _record(told: Told) -> TierRecord:
+def _record(told: TierReport) -> TierRecord:
     reads, hits, gain = told.tally.reads, told.tally.hits, (round(told.saved_s, 3), round(told.spent_s, 3))
     return TierRecord(told.medium, told.state, told.why, told.units, told.capacity, reads, hits, *gain, round(told.cost, 4))
 
@@ -47,7 +47,7 @@ def _stores(config: TiersConfig, name: str, pool: Pool) -> list[tuple[Store, Bou
     rate, size = None if config.save_mib_per_s is None else config.save_mib_per_s * MIB, pool.unit_bytes
     secret = None if (file := config.key_file) is None else _named("key_file", lambda: read_secret(Path(file)))
     print_ = pool.layout.fingerprint
-    kind = Kind(print_, size) if secret is None else Kind(print_, size + SEAL_BYTES, seal_name(secret))
+    kind = UnitKind(print_, size) if secret is None else UnitKind(print_, size + SEAL_BYTES, seal_name(secret))
     if config.memory_mib is not None:
         room = _room("memory_mib", config.memory_mib, slot_bytes(pool))
         made.append((_named("memory_mib", lambda: memory_store(pool, room)), Bounds(rate, 1 if pool.dma is None else MEMORY_READERS)))

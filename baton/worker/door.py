@@ -11,7 +11,7 @@ from baton.cluster.rpc import Answering, Context
 from baton.engine.core.block_key import KEY_BYTES
 from baton.recorder.recorder import Recorder, check_secret
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from baton.worker.identity import Identity
+from baton.worker.identity import WorkerIdentity
 from baton.worker.role import Mounts
 
 MOST_HINTED = 4096  # keys of a hint
@@ -43,7 +43,7 @@ class Probed:
 class WorkerDoor(worker_pb2_grpc.WorkerServicer):
     def __init__(
         self,
-        identity: Identity,
+        identity: WorkerIdentity,
         probe: Callable[[str], Awaitable[Probed]],
         describe: Callable[[], Awaitable[WorkerRecord]],
         snapshot: Callable[[], Awaitable[tuple[int, dict[str, list[bytes]]]]],

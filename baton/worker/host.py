@@ -35,7 +35,7 @@ from baton.cluster.metrics_http import Exposition, MetricsServer
 from baton.cluster.records import BlockEvent, Load, RoleName, WorkerRecord, WorkerState
 from baton.cluster.rpc import Server, Tasks
 from baton.cluster.tracing import make_tracer
-from baton.engine.core.contract import CacheEvent, Facts, Listener, ServingEngine
+from baton.engine.core.contract import CacheEvent, EngineLoad, Listener, ServingEngine
 from baton.engine.core.engine import Engine, Output
 from baton.engine.machine import quota_cores, usable_cores
 from baton.engine.options import Options
@@ -46,10 +46,10 @@ from baton.worker import taped
 from baton.worker.agreement import Agreement
 from baton.worker.colder import make_tiers, records
 from baton.worker.door import Probed, Residue, WorkerDoor
-from baton.worker.identity import Identity
+from baton.worker.identity import WorkerIdentity
 from baton.worker.kv_door import KvExchangeDoor
-from baton.worker.kv_peers import Peers
-from baton.worker.kv_port import KvPort, Place
+from baton.worker.kv_peers import KvPeers
+from baton.worker.kv_port import KvPlace, KvPort
 from baton.worker.kv_tls import kv_tls
 from baton.worker.meter import Meter
 from baton.worker.prompts import Prompts
@@ -63,7 +63,7 @@ from kvtransfer.transport import Transport
 from kvtransfer.ucx import Ucx
 
 if TYPE_CHECKING:
-    from baton.worker.kv_events import Publisher
+    from baton.worker.kv_events import KvEventPublisher
 
 log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 << 20
@@ -108,7 +108,7 @@ class Host:
         self.book = Book(pool, self.name, self.model_name)
         self._meter = Meter(self.book, self._membership, self.tracer)
         self._metrics = MetricsServer(config, Exposition(self.book, self.look), lambda: self.stage is Stage.READY, Guard(config))
-        self._publisher: Publisher | None = None
+        self._publisher: KvEventPublisher | None = None
         self._closers = AsyncExitStack()  # all of them run, in reverse order, even if one fails
         self._closers.push_async_callback(self._registry.close)
         self._closers.push_async_callback(asyncio.to_thread, self.tracer.close)
@@ -179,8 +179,8 @@ class Host:
             recorder.sources.append(taped.EngineTape(recorder.span_s, recorder.most_bytes, engine).source)
 
     def _open_port(self) -> None:
-        peers = Peers(self.name, self.incarnation, self.config.security)
-        place = Place(self.name, self.incarnation, self.address)
+        peers = KvPeers(self.name, self.incarnation, self.config.security)
+        place = KvPlace(self.name, self.incarnation, self.address)
         self.port = port = KvPort(place, self.engine, self.transport, self.key, self.config.kv, peers.connect)
         self._closers.push_async_callback(peers.close)
         self._closers.push_async_callback(port.close)
@@ -249,7 +249,7 @@ class Host:
         self._closers.push_async_callback(self.tasks.close)
         await self._closers.aclose()
 
-    async def look(self) -> Facts:
+    async def look(self) -> EngineLoad:
         """Returns the engine's load, or the last known one during a long step. Raises BatonError(INTERNAL) if the engine hangs."""
         try:
             async with asyncio.timeout(LOOK_S):
@@ -266,7 +266,7 @@ class Host:
         return self._stall.look(loop_time(), Activity(*self.engine.activity()))
 
     async def _bring(self, keys: Sequence[bytes], wait_s: float) -> int:
-        """For a hint. One that drains gets no new requests."""
+        """Brings KV for a hint. A worker that drains gets no new requests."""
         return 0 if self.stage is not Stage.READY else await self.engine.bring(keys, wait_s, hint=True)
 
     async def probe(self, asker: str) -> Probed:
@@ -318,7 +318,7 @@ class Host:
     def _state(self) -> WorkerState:
         return "ready" if self.stage in (Stage.STARTING, Stage.READY) else "draining"
 
-    def _load(self, now: Facts) -> Load:
+    def _load(self, now: EngineLoad) -> Load:
         return Load(
             running=now.running,
             waiting=now.waiting,
@@ -330,9 +330,9 @@ class Host:
         )
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> WorkerIdentity:
         """Known once the model is loaded."""
-        return Identity(self.name, self.incarnation, self.engine.traits.model_fingerprint)
+        return WorkerIdentity(self.name, self.incarnation, self.engine.traits.model_fingerprint)
 
     def residue(self) -> Residue:
         """What the last look saw."""
@@ -354,11 +354,11 @@ class Host:
         if kv.events is None:
             return
         try:
-            from baton.worker.kv_events import Publisher  # with the extra `events`
+            from baton.worker.kv_events import KvEventPublisher  # with the extra `events`
         except ModuleNotFoundError as error:
             raise ConfigError(f"kv.events: {error.name} is not installed: pip install 'baton-llm[events]'") from None
         topic, size = f"kv@{self.name}@{self.model_name}", self.engine.pool.layout.block_size
-        self._publisher = publisher = Publisher(kv.events, kv.events_replay, topic, size)
+        self._publisher = publisher = KvEventPublisher(kv.events, kv.events_replay, topic, size)
         self._closers.push_async_callback(asyncio.to_thread, publisher.close)
 
     def _on_cache(self, events: list[CacheEvent]) -> None:

@@ -11,7 +11,7 @@ from baton.v1 import worker_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class WorkerIdentity:
     worker: str
     incarnation: int
     model_fingerprint: str

@@ -60,7 +60,7 @@ def told(event: CacheEvent, block_size: int) -> Iterator[_Json]:
         }
 
 
-class Publisher:
+class KvEventPublisher:
     """`publish` and `close` belong to the event loop; a thread owns the sockets."""
 
     def __init__(self, address: str, replay: str | None, topic: str, block_size: int, clock: Callable[[], float] = time.time) -> None:

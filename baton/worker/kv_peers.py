@@ -7,7 +7,7 @@ import grpc
 
 from baton.cluster.config import SecurityConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.rpc import Line, Tasks, to_error
+from baton.cluster.rpc import ProcessChannels, Tasks, to_error
 from baton.engine.core.kvcache import KvLayout
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
@@ -20,17 +20,17 @@ CALL_TIMEOUT_S = 2.0
 MAX_CHANNELS = 256
 
 
-class Peers:
+class KvPeers:
     def __init__(self, name: str, incarnation: int, security: SecurityConfig) -> None:
         self._name = name
         self._incarnation = incarnation
         self._security = security
-        self._channels: dict[str, Line] = {}  # oldest first
+        self._channels: dict[str, ProcessChannels] = {}  # oldest first
         self._closing = Tasks(lambda error: None)
 
     def connect(self, address: str) -> "PeerClient":
         if address not in self._channels:
-            self._channels[address] = Line(address, self._security)
+            self._channels[address] = ProcessChannels(address, self._security)
             if len(self._channels) > MAX_CHANNELS:  # workers come and go, each time on another port
                 self._closing.start(self._channels.pop(next(iter(self._channels))).close(CALL_TIMEOUT_S), "close channel")
         return PeerClient(self._channels[address], self._name, self._incarnation)
@@ -44,7 +44,7 @@ class Peers:
 class PeerClient:
     """Implements `kvtransfer.importer.Peer`."""
 
-    def __init__(self, line: Line, name: str, incarnation: int) -> None:
+    def __init__(self, line: ProcessChannels, name: str, incarnation: int) -> None:
         self._line = line
         self._name = name
         self._incarnation = incarnation

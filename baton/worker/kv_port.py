@@ -25,7 +25,7 @@ BRING_WAIT_S = 1.0  # for tiers: a borrower waits twice as long
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class KvPlace:
     """Where a worker's KV is: the worker, its incarnation, and the address of its KvExchange."""
 
     worker: str
@@ -36,7 +36,7 @@ class Place:
 class KvPort:
     def __init__(
         self,
-        place: Place,
+        place: KvPlace,
         engine: ServingEngine,
         transport: Transport,
         key: bytes,

@@ -7,9 +7,9 @@ from baton.cluster.gpu_watch import AGE, FACTS, GpuWatch
 from baton.cluster.membership import Membership
 from baton.cluster.metrics import Book
 from baton.cluster.telemetry import Tracer
-from baton.engine.core.contract import Facts
+from baton.engine.core.contract import EngineLoad
 from baton.engine.core.counts import Guessed
-from baton.tiers.tier import Told
+from baton.tiers.tier import TierReport
 from baton.tiers.tiers import Tiers
 
 
@@ -35,7 +35,7 @@ class Meter:
             self._book.read(fact.name, partial(gpus.read, fact))
         self._book.read(AGE, gpus.age)
 
-    def tell(self, facts: Callable[[], Facts], num_blocks: int, block_size: int) -> None:
+    def tell(self, facts: Callable[[], EngineLoad], num_blocks: int, block_size: int) -> None:
         """`facts` returns the facts of the last look at the engine."""
         read = self._book.read
         read("baton_engine_sequences_running", lambda: facts().running)
@@ -58,7 +58,7 @@ class Meter:
         self._book.read("baton_tier_left_total", lambda: tiers.ghosts.left_blocks)
         self._book.read("baton_tier_returned_total", lambda: tiers.ghosts.returned)
 
-        def read(name: str, number: Callable[[Told], int | float]) -> None:
+        def read(name: str, number: Callable[[TierReport], int | float]) -> None:
             self._book.read(name, lambda: {tier.medium: number(tier) for tier in tiers.told()})
 
         read("baton_tier_blocks", lambda tier: tier.units)
@@ -74,10 +74,10 @@ class Meter:
         read("baton_tier_gain_seconds", lambda tier: tier.saved_s - tier.spent_s)
 
 
-def _guesses(facts: Facts, number: Callable[[Guessed], int]) -> dict[str | tuple[str, ...], int | float]:
+def _guesses(facts: EngineLoad, number: Callable[[Guessed], int]) -> dict[str | tuple[str, ...], int | float]:
     return {(method, str(place)): number(each) for (method, place), each in facts.counts.guesses.items()}
 
 
-def _blocks(facts: Facts) -> dict[str | tuple[str, ...], int | float]:
+def _blocks(facts: EngineLoad) -> dict[str | tuple[str, ...], int | float]:
     """The engine's `free_blocks` are all that can be allocated, including the cached ones."""
     return {"used": facts.owned_blocks, "cached": facts.cached_blocks, "free": facts.free_blocks - facts.cached_blocks}

@@ -17,7 +17,7 @@ MUCH, NEWS_S = 64, 0.01
 
 
 @dataclass(slots=True, eq=False)
-class Follower:
+class PromptFollower:
     asker: str
     tell: Callable[[int], None]
     told: int | None = None
@@ -26,7 +26,7 @@ class Follower:
 class Prompts:
     def __init__(self) -> None:
         self._tokens: Counter[str] = Counter()  # of the asker's prompts
-        self._followers: list[Follower] = []
+        self._followers: list[PromptFollower] = []
 
     @contextmanager
     def present(self, asker: str, uncached_tokens: int) -> Iterator[None]:
@@ -42,7 +42,7 @@ class Prompts:
 
     def follow(self, asker: str, tell: Callable[[int], None]) -> Callable[[], None]:
         """Calls `tell` with `besides` now, and whenever it differs by MUCH from what was told before. Returns what ends that."""
-        follower = Follower(asker, tell)
+        follower = PromptFollower(asker, tell)
         self._followers.append(follower)
         self._tell(follower)
         return lambda: self._followers.remove(follower)
@@ -55,14 +55,14 @@ class Prompts:
             if follower.asker != asker:
                 self._tell(follower)
 
-    def _tell(self, follower: Follower) -> None:
+    def _tell(self, follower: PromptFollower) -> None:
         now = self.besides(follower.asker)
         if follower.told is None or abs(now - follower.told) >= MUCH:
             follower.told = now
             follower.tell(now)
 
 
-class Paced:
+class PacedNews:
     """Calls `tell` with the newest number that it was given, at most every NEWS_S seconds, within a running loop."""
 
     def __init__(self, tell: Callable[[int], None]) -> None:

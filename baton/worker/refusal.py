@@ -1,7 +1,7 @@
 """Turns the engine's refusals into errors for a caller of the worker."""
 
 from baton.cluster.errors import BatonError, Reason
-from baton.engine.core.engine import Malformed, Output, QueueFull, Refused, TooLong, Unfetchable
+from baton.engine.core.engine import Malformed, Output, QueueFull, SequenceRefused, TooLong, Unfetchable
 
 _REASONS = {
     QueueFull: Reason.SATURATED,
@@ -11,7 +11,7 @@ _REASONS = {
 }
 
 
-def refusal(error: Refused) -> BatonError:
+def refusal(error: SequenceRefused) -> BatonError:
     return BatonError(_REASONS[type(error)], str(error))
 
 

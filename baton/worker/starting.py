@@ -52,7 +52,7 @@ class Starting:
         )
 
     async def run(self) -> None:
-        """Until `leave`. A ghost is refused here, too; it ends when it wants to join."""
+        """Runs until `leave`. A ghost is refused here, too; it ends when it wants to join."""
         while not self._left:
             with suppress(RegistryUnavailable, StaleIncarnation):
                 await self._registry.join(await self.describe())

@@ -14,7 +14,7 @@ from baton.engine.core.protocol import Chunk, NothingToSample, OutOfDeviceMemory
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import NONE, PREDICTION
 from baton.recorder.frozen import Freezer
-from baton.recorder.recording import Source
+from baton.recorder.recording import TapeSource
 from baton.recorder.tape import Kept, Stretch, Tape
 
 METHODS = ("add", "reserve", "arrive", "adopt", "give_up", "abort", "fork", "pin", "release", "step")
@@ -30,7 +30,7 @@ KEY_BYTES = 60
 MODULES = ("baton.engine.core.limits", "baton.engine.core.scheduler", "baton.engine.core.sequence", "baton.recorder.tape")
 
 
-class Told:
+class ToldSequence:
     """A sequence as it was when it was first told of, and its keys, which are known later: `keys` once it has left."""
 
     __slots__ = ("facts", "keys", "seq")
@@ -86,13 +86,13 @@ class EngineTape:
     def __init__(self, span_s: float, most_bytes: int, engine: Engine) -> None:
         self._engine = engine
         self._at = 0.0
-        self._told: dict[str, Told] = {}  # of the sequences that are here
+        self._told: dict[str, ToldSequence] = {}  # of the sequences that are here
         self._ran: Any = None  # the batch of this step, and how its run ended if not well
         self.tape = tape = Tape("engine", span_s, most_bytes, lambda: self._at, self._state)
         tape.began.append(self._begin)
         tape.follow("engine", engine, METHODS, self._kept(), {"step": lambda outputs: outcome(self._ran, outputs)})
         self._follow_runs()
-        self.source = Source(tape, {"special": {Told: Told.to_dict}})
+        self.source = TapeSource(tape, {"special": {ToldSequence: ToldSequence.to_dict}})
 
     def _begin(self, stretch: Stretch) -> None:
         engine, pool = self._engine, self._engine.pool
@@ -147,10 +147,10 @@ class EngineTape:
         }
         return state, freezer.bytes + SEQUENCE_BYTES * len(engine.sequences)
 
-    def _tell(self, seq: Sequence) -> Told:
+    def _tell(self, seq: Sequence) -> ToldSequence:
         if (known := self._told.get(seq.id)) is not None:
             known.left()
-        told = self._told[seq.id] = Told(seq)
+        told = self._told[seq.id] = ToldSequence(seq)
         return told
 
     def _kept(self) -> dict[str, Kept]:

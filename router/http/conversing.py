@@ -7,9 +7,9 @@ from pydantic import Discriminator, Field, Tag, WithJsonSchema
 from router.conversation import EFFORTS, MAX_TOOLS, Aside, Effort, PastCall, Setting, Tool
 from router.http.body import Body, Boolean, Rule, String, Whatever, neutral, sized
 from router.http.errors import bad_value
-from router.validate import Limits
+from router.validate import RequestLimits
 
-_LIMITS = Limits()
+_LIMITS = RequestLimits()
 
 
 def kind_of_content(value: Any) -> str | None:

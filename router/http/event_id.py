@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from baton.cluster.errors import BatonError, Reason
-from router.events import Accepted, Part, Piece
+from router.events import Accepted, Part, TextPiece
 from router.http.errors import bad_value
 from router.http.openai_in import ONE_CHOICE, Asked
 
@@ -85,7 +85,7 @@ class Numbering:
                 raise bad_value("output_so_far", "holds other ids than those that were streamed up to the last event")
             receipt = urlsafe_b64encode(event.receipt).decode().rstrip("=")
             self._tail = f"{event.params.seed}.{event.params.max_tokens}.{receipt}"
-        elif isinstance(event, Piece):
+        elif isinstance(event, TextPiece):
             self._note((event.token.id,))
 
     def next(self) -> str | None:

@@ -37,7 +37,7 @@ def called(body: Any) -> dict[str, str]:
 
 
 def written(form: Grammar) -> _Json:
-    """As `structured_outputs` of a request that asks for the same."""
+    """The form as `structured_outputs` of a request that asks for the same."""
     name = next((theirs for theirs, ours in _KINDS.items() if ours == form.kind), "grammar")
     value = True if name == "json_object" else json.loads(form.text) if name in ("json", "choice") else form.text
     return {name: value, "strict": form.strict}

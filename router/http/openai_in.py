@@ -38,14 +38,14 @@ from router.http.conversing import (
     text_of,
 )
 from router.http.errors import bad_value
-from router.validate import MAX_REQUEST_ID, Ask, AskSampling, Limits
+from router.validate import MAX_REQUEST_ID, Ask, AskSampling, RequestLimits
 
 WHOLE = "is told in a whole answer only: stream must be false"
 ONE_CHOICE = "needs a stream of one choice"
 REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/+=@-]{{1,{MAX_REQUEST_ID - 8}}}")  # leaves room for the number of a choice
 MAX_CHOICES = 128  # of one HTTP request: prompts times n
 COMPLETION_MAX_TOKENS = 16  # the default of the legacy API
-_LIMITS = Limits()
+_LIMITS = RequestLimits()
 CONTEXT = 1 << 31  # as many tokens as still fit the context: the default of a chat
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 

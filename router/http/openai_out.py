@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.engine.core.sampling import FIELDS
-from router.events import Accepted, Finished, Part, Piece
+from router.events import Accepted, Finished, Part, TextPiece
 from router.found import Found
 from router.http import api as api_
 from router.http.errors import bad_value, to_json
@@ -227,7 +227,7 @@ class OpenAiWriter:
             choice.texts.append(event.text)
             choice.ids += event.token_ids
             self._size += len(event.text) + ID_BYTES * len(event.token_ids) + choice.keep(event.deltas)
-        elif isinstance(event, Piece):
+        elif isinstance(event, TextPiece):
             choice.texts.append(event.text)
             choice.ids.append(event.token.id)
             self._size += len(event.text) + ID_BYTES + choice.keep(event.deltas)
@@ -290,7 +290,7 @@ class OpenAiWriter:
             choice.begun = True
             if (first := self._shape.begin()) is not None:
                 yield self._chunk(index, first | self._sampling(choice))
-        if isinstance(event, Piece):
+        if isinstance(event, TextPiece):
             logprobs = self._shape.logprobs([(event.token, choice.length)]) if self._logprobs else None
             self._note(index, event)
             yield self._chunk(
@@ -354,7 +354,7 @@ class OpenAiWriter:
                     choice.sampling = choice.sampling | {"relaxed": list(event.relaxed)}
                 if event.degraded:
                     choice.sampling = choice.sampling | {"degraded": list(event.degraded)}
-            case Piece():
+            case TextPiece():
                 choice.completion_tokens += 1
                 choice.length += len(event.text)
             case Found():

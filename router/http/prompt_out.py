@@ -59,7 +59,7 @@ class PromptOut:
 
 
 def _ranked(token: PromptToken, count: int, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """As vLLM tells it: null for the first token, and the token itself before the best."""
+    """A token in vLLM's form: null for the first, and the token itself before the best."""
     if not token.index:
         return None
     ranks = {token.id: (token.logprob, token.rank)}

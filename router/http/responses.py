@@ -55,7 +55,7 @@ class Responses:
         return ResponseWriter(asked, self._tokenizer, self._draw_id().removeprefix("req-"), self._service.model_name, to_keep)
 
     async def _prepare(self, asked: AskedResponse) -> AskedResponse:
-        """With the conversation that it goes on with. Raises HttpError."""
+        """The request with the conversation that it continues. Raises HttpError."""
         if asked.given.store:
             self._kept("store")
         id_ = asked.given.previous_response_id

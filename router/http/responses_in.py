@@ -17,11 +17,11 @@ from router.http import forms
 from router.http.body import UNSUPPORTED, Body, Boolean, Integer, Rule, String, Whatever, neutral, read, sized
 from router.http.errors import bad_value, to_json
 from router.http.openai_in import CONTEXT, NUMBER_FIELDS, Asked, Bias, Caller, Ids, Seed, Stop, sampling_of
-from router.validate import Ask, Limits
+from router.validate import Ask, RequestLimits
 
 LOGPROBS = "message.output_text.logprobs"
 _Json = dict[str, Any]
-_LIMITS = Limits()
+_LIMITS = RequestLimits()
 
 
 class InputPart(Body):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.events import Accepted, Finished, Part, Piece
+from router.events import Accepted, Finished, Part, TextPiece
 from router.http.errors import HttpError, bad_value, to_json
 from router.http.explained import Explained
 from router.http.openai_out import MAX_WHOLE_BYTES
@@ -144,7 +144,7 @@ class ResponseWriter:
             self._begun = True
             for name in ("created", "in_progress"):
                 yield self._event(f"response.{name}", {}, response=self._response())
-        if isinstance(event, Piece):
+        if isinstance(event, TextPiece):
             self._output_tokens += 1
             if self.asked.logprobs:
                 self._waiting.append((len(self._tokenizer.piece(event.token.id) or b""), self._entry(event.token)))
@@ -189,7 +189,7 @@ class ResponseWriter:
 
     @property
     def _kind(self) -> str:
-        """Of the item that is open; there is one if there is any."""
+        """The kind of the open item; one is open if there is any."""
         return self._items[-1].kind if self._items else ""
 
     def _open(self, kind: str, call_id: str = "", name: str = "") -> Iterator[Iterator[bytes]]:

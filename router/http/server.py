@@ -64,7 +64,7 @@ class HttpServer:
         self._listening = tasks.start(self._listen(), "http")
 
     def drain(self) -> None:
-        """From now on, every connection closes after its next answer, so that clients open their next one elsewhere."""
+        """Closes every connection after its next answer, so that clients open their next one elsewhere."""
         self._draining = True
         for connection in list(self.connections):
             connection.retire()

@@ -15,9 +15,9 @@ from router.http.body import Body, Boolean, Neutral, Rule, Whatever, neutral, si
 from router.http.conversing import kind_of_content
 from router.http.errors import bad_value
 from router.http.json_body import MAX_NODES
-from router.validate import Limits
+from router.validate import RequestLimits
 
-_LIMITS = Limits()
+_LIMITS = RequestLimits()
 _STRING = Rule("must be a string")
 
 

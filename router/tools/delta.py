@@ -33,7 +33,7 @@ Delta = Content | Reasoning | CallBegin | Arguments
 
 
 @dataclass(slots=True)
-class Call:
+class MessageCall:
     name: str
     arguments: str = ""
     id: str = ""
@@ -45,7 +45,7 @@ class Message:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[MessageCall] = field(default_factory=list)
 
     def add(self, deltas: Iterable[Delta]) -> "Message":
         for delta in deltas:
@@ -55,7 +55,7 @@ class Message:
                 case Reasoning(text):
                     self.reasoning += text
                 case CallBegin(_, name, id_):
-                    self.calls.append(Call(name, id=id_))
+                    self.calls.append(MessageCall(name, id=id_))
                 case Arguments(index, text):
                     self.calls[index].arguments += text
         return self

@@ -9,13 +9,13 @@ from typing import Any
 from baton.cluster.errors import invalid
 from baton.engine.core.grammar import Grammar, GrammarRefused
 from baton.engine.core.thinking import Marks, ThinkingBudget
-from baton.engine.grammars.keywords import Reading, read_schema
+from baton.engine.grammars.keywords import SchemaReading, read_schema
 from router.conversation import Setting, Tool, named
 from router.tokenizer import Tokenizer
 from router.tools import families, thinking
 from router.tools.families import GENERIC, ModelFamily
 from router.tools.grammar import after_thinking, lark
-from router.tools.reading import Format
+from router.tools.reading import AnswerFormat
 from router.tools.thinking import Thinking, is_open
 
 TAIL = 8  # ids at the end of a prompt, among which the mark that opens the thinking is
@@ -54,7 +54,7 @@ class Forms:
             raise invalid("tools", "this model's chat template writes calls in a form that is not read here; see model.tool_format")
         self.demand(setting)
 
-    def demand(self, setting: Setting, prompt_end: str = "") -> "Demand | None":
+    def demand(self, setting: Setting, prompt_end: str = "") -> "GrammarDemand | None":
         """What an answer is held to: if calls are demanded, or a tool is strict. None: to nothing. `prompt_end`: as in `format`. Raises
         INVALID_FIELD."""
         if self.family is None or not demands(setting):
@@ -74,7 +74,7 @@ class Forms:
             strict = next((i for i, tool in enumerate(setting.tools) if tool.strict), 0)
             field = "tool_choice" if required else f"tools[{strict}].function.strict"
             raise invalid(field, f"calls in this model's form ({self.family.name}) cannot be demanded with these tools")
-        return Demand(Grammar("lark", text), tuple(relaxed))
+        return GrammarDemand(Grammar("lark", text), tuple(relaxed))
 
     def beside_thinking(self, form: Grammar, setting: Setting, prompt_end: str) -> Grammar:
         """The form that the whole output has, if `form` is that of the answer. Raises INVALID_FIELD."""
@@ -97,7 +97,7 @@ class Forms:
             marks.append(Marks(other.begin, (other.end,), tuple(encode(other.closing))))
         return ThinkingBudget(setting.max_thinking, tuple(marks), is_open(first, prompt_end))
 
-    def format(self, setting: Setting, prompt_end: str, id_of: Callable[[int], str]) -> Format | None:
+    def format(self, setting: Setting, prompt_end: str, id_of: Callable[[int], str]) -> AnswerFormat | None:
         """What is told apart in an answer; None: nothing. `prompt_end`: text of the last TAIL ids of the prompt."""
         thinks = self.thinking if setting.splits_reasoning else None
         if not setting.offered and thinks is None:
@@ -106,7 +106,7 @@ class Forms:
         tools = {tool.name: tool.parameters or {} for tool in setting.offered if one in (None, tool.name)}
         opened = thinks is not None and is_open(thinks, prompt_end)
         live = bool(tools) and self.family is not None and demands(setting)
-        return Format(self.family, tools, thinks, opened, live, setting.parallel, id_of)
+        return AnswerFormat(self.family, tools, thinks, opened, live, setting.parallel, id_of)
 
     def call_id(self, request_id: str, prompt: bytes) -> Callable[[int], str]:
         """The ids of an answer's calls: the same in a continued stream, others in any other answer. `prompt`: its digest."""
@@ -127,7 +127,7 @@ def _literals(family: ModelFamily | None) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class GrammarDemand:
     grammar: Grammar
     relaxed: tuple[str, ...]  # what of the tools' schemas is not enforced; sentences with paths
 
@@ -137,10 +137,10 @@ def demands(setting: Setting) -> bool:
     return bool(setting.offered) and (setting.choice != "auto" or any(tool.strict for tool in setting.offered))
 
 
-def _read(tool: Tool, path: str) -> Reading:
+def _read(tool: Tool, path: str) -> SchemaReading:
     """Raises INVALID_FIELD."""
     if not tool.parameters:
-        return Reading({})
+        return SchemaReading({})
     try:
         return read_schema(json.dumps(tool.parameters), tool.strict)
     except GrammarRefused as refused:

@@ -115,7 +115,7 @@ class _Written:
 
 
 def _mark(style: Style) -> str:
-    """With which the calls begin; empty for bare ones."""
+    """The mark with which the calls begin; empty for bare ones."""
     match style:
         case Named() | Tagged() if style.section[0]:
             return style.section[0]

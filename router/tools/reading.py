@@ -11,7 +11,7 @@ from router.tools.thinking import Thinking, ThinkingReader
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class AnswerFormat:
     """What the text of an answer may hold besides content. Without tools and thinking it is all content."""
 
     family: ModelFamily | None = None
@@ -24,7 +24,7 @@ class Format:
 
 
 class Reader:
-    def __init__(self, format: Format) -> None:
+    def __init__(self, format: AnswerFormat) -> None:
         family, thinking = format.family, format.thinking
         ends = family.ends_thinking if family is not None and format.tools else ()
         self._thinking = ThinkingReader(thinking, format.opened, ends) if thinking is not None else None
@@ -76,7 +76,7 @@ class Reader:
         return self._calls.push(text) if self._calls is not None else [Content(text)]
 
 
-def read(text: str, format: Format, cut: bool = False) -> Message:
+def read(text: str, format: AnswerFormat, cut: bool = False) -> Message:
     """A whole answer."""
     reader = Reader(format)
     return Message().add(reader.push(text)).add(reader.flush(cut))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from baton.access import profile
 from baton.access.access import find, identify
-from baton.access.options import Identity, Place
+from baton.access.options import ClientIdentity, ClusterOptions
 from baton.cli.main import app
 from baton.cluster.config import ConfigError
 from baton.launch.state import ClusterState, StateError, born, write
@@ -56,31 +56,37 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, Pa
 
 class TestFinding:
     def test_a_cluster_on_this_machine_needs_nothing(self, running: None, env: dict[str, str], files: dict[str, Path]) -> None:
-        found = find("admin", Place(), Identity(), env)
-        assert found.address == DOORS["admin"] and found.identity == Identity(
+        found = find("admin", ClusterOptions(), ClientIdentity(), env)
+        assert found.address == DOORS["admin"] and found.identity == ClientIdentity(
             tls=True, ca=files["own-ca"], cert=files["own-cert"], key=files["own-key"], server_name="baton.internal"
         )
-        assert find("grpc", Place(name="plain"), Identity(), env).identity.tls is False
+        assert find("grpc", ClusterOptions(name="plain"), ClientIdentity(), env).identity.tls is False
 
     def test_flags_win_over_what_the_cluster_wrote_down(self, running: None, env: dict[str, str], files: dict[str, Path]) -> None:
-        found = find("grpc", Place(), Identity(ca=files["other-ca"], server_name="x", api_key="k"), env).identity
+        found = find("grpc", ClusterOptions(), ClientIdentity(ca=files["other-ca"], server_name="x", api_key="k"), env).identity
         assert (found.ca, found.server_name, found.api_key, found.cert) == (files["other-ca"], "x", "k", files["own-cert"])
 
     def test_an_address_in_the_profile_wins_over_the_default_cluster_but_not_over_a_name(self, running: None, env: dict[str, str]) -> None:
         write_profile(env, "address: far:8470\nadmin_address: far:8471\nhttp_address: https://far:443/\nserver_name: far.internal")
-        assert [find(door, Place(), Identity(), env).address for door in ("grpc", "admin", "http")] == ["far:8470", "far:8471", "far:443"]
-        assert find("http", Place(), Identity(), env).identity == Identity(tls=True, server_name="far.internal")
-        assert find("grpc", Place(name="plain"), Identity(), env).address == DOORS["grpc"]
-        assert find("grpc", Place(name="plain"), Identity(), env).identity.server_name is None, "the profile is of another cluster"
-        assert find("grpc", Place(address="near:1"), Identity(), env).address == "near:1"
+        assert [find(door, ClusterOptions(), ClientIdentity(), env).address for door in ("grpc", "admin", "http")] == [
+            "far:8470",
+            "far:8471",
+            "far:443",
+        ]
+        assert find("http", ClusterOptions(), ClientIdentity(), env).identity == ClientIdentity(tls=True, server_name="far.internal")
+        assert find("grpc", ClusterOptions(name="plain"), ClientIdentity(), env).address == DOORS["grpc"]
+        assert find("grpc", ClusterOptions(name="plain"), ClientIdentity(), env).identity.server_name is None, (
+            "the profile is of another cluster"
+        )
+        assert find("grpc", ClusterOptions(address="near:1"), ClientIdentity(), env).address == "near:1"
 
     def test_the_profile_can_name_a_cluster_of_this_machine(self, running: None, env: dict[str, str]) -> None:
         write_profile(env, "name: plain\napi_key: k")
-        found = find("grpc", Place(), Identity(), env)
-        assert found.identity == Identity(api_key="k")
+        found = find("grpc", ClusterOptions(), ClientIdentity(), env)
+        assert found.identity == ClientIdentity(api_key="k")
         write_profile(env, "name: nobody")
         with pytest.raises(StateError, match="nobody"):
-            find("grpc", Place(), Identity(), env)
+            find("grpc", ClusterOptions(), ClientIdentity(), env)
 
 
 class TestIdentity:
@@ -88,27 +94,29 @@ class TestIdentity:
         self, env: dict[str, str], files: dict[str, Path], tmp_path: Path
     ) -> None:
         write_profile(env, f"ca: {files['other-ca']}\nserver_name: of.profile\napi_key: of-profile")
-        assert identify(Identity(), None, env) == Identity(tls=True, ca=files["other-ca"], server_name="of.profile", api_key="of-profile")
+        assert identify(ClientIdentity(), None, env) == ClientIdentity(
+            tls=True, ca=files["other-ca"], server_name="of.profile", api_key="of-profile"
+        )
         (tmp_path / "cluster.yaml").write_text(f"security: {{tls_ca: {files['own-ca']}, server_name: of.cluster}}")
-        by_file = identify(Identity(), [tmp_path / "cluster.yaml"], env)
+        by_file = identify(ClientIdentity(), [tmp_path / "cluster.yaml"], env)
         assert (by_file.ca, by_file.server_name) == (files["own-ca"], "of.cluster")
-        by_env = identify(Identity(), None, {**env, "BATON_SECURITY_TLS_CA": str(files["own-ca"])})
+        by_env = identify(ClientIdentity(), None, {**env, "BATON_SECURITY_TLS_CA": str(files["own-ca"])})
         assert (by_env.ca, by_env.server_name) == (files["own-ca"], "baton.internal"), "a cluster's own TLS names the service"
-        flags = Identity(ca=files["other-cert"], server_name="of.flags", api_key="of-flags")
-        assert identify(flags, [tmp_path / "cluster.yaml"], env) == Identity(
+        flags = ClientIdentity(ca=files["other-cert"], server_name="of.flags", api_key="of-flags")
+        assert identify(flags, [tmp_path / "cluster.yaml"], env) == ClientIdentity(
             tls=True, ca=files["other-cert"], server_name="of.flags", api_key="of-flags"
         )
 
     def test_without_any_file_nothing_is_encrypted(self, env: dict[str, str]) -> None:
         """Negative control."""
-        assert identify(Identity(), None, env) == Identity() and not identify(Identity(server_name="x"), None, env).tls
-        assert identify(Identity(tls=True), None, env).tls
+        assert identify(ClientIdentity(), None, env) == ClientIdentity() and not identify(ClientIdentity(server_name="x"), None, env).tls
+        assert identify(ClientIdentity(tls=True), None, env).tls
 
     def test_files_that_cannot_serve_are_refused_by_name(self, env: dict[str, str], files: dict[str, Path], tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cert and key go together"):
-            identify(Identity(cert=files["own-cert"]), None, env)
+            identify(ClientIdentity(cert=files["own-cert"]), None, env)
         with pytest.raises(ConfigError, match=r"none\.pem: no such file"):
-            identify(Identity(ca=tmp_path / "none.pem"), None, env)
+            identify(ClientIdentity(ca=tmp_path / "none.pem"), None, env)
 
 
 class TestProfile:

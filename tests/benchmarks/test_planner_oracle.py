@@ -3,9 +3,9 @@
 from planner_loads import Sent, objectives
 from planner_oracle import Made, frontier, neighbours, wanted
 
-from baton.planner.capacity import Sizes
+from baton.planner.capacity import PoolSizes
 
-SMALL, LARGE = Sizes(1, 1), Sizes(3, 1)
+SMALL, LARGE = PoolSizes(1, 1), PoolSizes(3, 1)
 # The first of two parts needs the large one; the second is served as well by the small one.
 SPLITS = {SMALL: Made((20, 98), 200.0), LARGE: Made((99, 100), 400.0)}
 
@@ -19,17 +19,17 @@ def test_the_frontier_takes_for_each_part_what_it_needs() -> None:
 
 def test_neighbours_differ_in_one_part_and_stay_within_the_budget() -> None:
     found = list(neighbours((LARGE, SMALL), 1, 4))
-    assert (LARGE, Sizes(1, 2)) in found and (LARGE, Sizes(2, 1)) in found
+    assert (LARGE, PoolSizes(1, 2)) in found and (LARGE, PoolSizes(2, 1)) in found
     assert all(schedule[0] == LARGE and schedule[1] != SMALL and 2 <= schedule[1].total <= 4 for schedule in found)
     assert len(set(found)) == len(found)
 
 
 def test_workers_start_ahead_and_flip_on_time() -> None:
-    more, flipped = (Sizes(2, 1), Sizes(3, 2)), (Sizes(3, 1), Sizes(1, 3))
-    assert [wanted(more, 100.0, now, 15.0, 8) for now in (80.0, 90.0, 100.0)] == [Sizes(2, 1), Sizes(3, 2), Sizes(3, 2)]
-    assert [wanted(flipped, 100.0, now, 15.0, 8) for now in (90.0, 100.0)] == [Sizes(3, 1), Sizes(1, 3)]
+    more, flipped = (PoolSizes(2, 1), PoolSizes(3, 2)), (PoolSizes(3, 1), PoolSizes(1, 3))
+    assert [wanted(more, 100.0, now, 15.0, 8) for now in (80.0, 90.0, 100.0)] == [PoolSizes(2, 1), PoolSizes(3, 2), PoolSizes(3, 2)]
+    assert [wanted(flipped, 100.0, now, 15.0, 8) for now in (90.0, 100.0)] == [PoolSizes(3, 1), PoolSizes(1, 3)]
     assert wanted(more, 100.0, 90.0, 15.0, 4).total == 4, "no more than the budget"
-    assert wanted(more, 100.0, 1e6, 15.0, 8) == Sizes(3, 2)
+    assert wanted(more, 100.0, 1e6, 15.0, 8) == PoolSizes(3, 2)
 
 
 def test_objectives_are_multiples_of_what_an_idle_cluster_takes() -> None:

@@ -25,7 +25,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from baton.access.access import Endpoint, find
-from baton.access.options import Identity, Place
+from baton.access.options import ClientIdentity, ClusterOptions
 from baton.cli import doctor, view
 from baton.cli.doctor import Finding
 from baton.cli.main import CHAT_TEMPERATURE, app
@@ -281,7 +281,7 @@ def test_the_small_questions_have_answers(env: dict[str, str]) -> None:
 
 
 def test_an_address_without_a_port_gets_that_of_the_door(env: dict[str, str]) -> None:
-    place = {endpoint: find(endpoint, Place(address=address), Identity(), env).address for endpoint, address in ADDRESSES}
+    place = {endpoint: find(endpoint, ClusterOptions(address=address), ClientIdentity(), env).address for endpoint, address in ADDRESSES}
     assert place == {"grpc": "localhost:8470", "admin": "localhost:8471", "http": "localhost:8000"}
 
 

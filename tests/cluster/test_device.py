@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from fake_nvml import FakeGpu, FakeNvml, alike
 
-from baton.cluster.device import ROCM, Choice, choose, decide, driver_count, too_old, torch_build
-from baton.cluster.gpus import Host, find
+from baton.cluster.device import ROCM, DeviceChoice, choose, decide, driver_count, too_old, torch_build
+from baton.cluster.gpus import HostGpus, find
 
 
-def decided(asked: Any, nvml: FakeNvml, built: str = "13.0", env: dict[str, str] | None = None, unseen: int = 0) -> Choice:
+def decided(asked: Any, nvml: FakeNvml, built: str = "13.0", env: dict[str, str] | None = None, unseen: int = 0) -> DeviceChoice:
     return decide(asked, find(nvml), built, env or {}, unseen)
 
 
@@ -21,12 +21,12 @@ def test_auto_is_cuda_where_a_gpu_can_be_used() -> None:
         choice = decided(asked, alike(2))
         assert choice.device == "cuda" and choice.note == ""
         assert [device.token for device in choice.devices or ()] == ["GPU-0000", "GPU-1111"]
-    assert decided("cpu", alike(2)) == Choice("cpu")
+    assert decided("cpu", alike(2)) == DeviceChoice("cpu")
 
 
 @pytest.mark.parametrize("nvml", [FakeNvml(), FakeNvml(fails=12)], ids=["no device", "no driver"])
 def test_auto_is_cpu_without_a_word_where_there_is_no_gpu(nvml: FakeNvml) -> None:
-    assert decided("auto", nvml) == Choice("cpu") == decided("auto", nvml, env={"CUDA_VISIBLE_DEVICES": "3"})
+    assert decided("auto", nvml) == DeviceChoice("cpu") == decided("auto", nvml, env={"CUDA_VISIBLE_DEVICES": "3"})
     with pytest.raises(ValueError, match=r"^engine.device cuda: .*(no NVIDIA driver|finds no GPU) here.*; set engine.device to cpu$"):
         decided("cuda", nvml)
 
@@ -62,12 +62,16 @@ def test_gpus_that_cannot_be_used_are_refused_and_not_passed_over(nvml: FakeNvml
     for asked in ("auto", "cuda"):
         with pytest.raises(ValueError, match=why):
             decided(asked, nvml, built, env)
-        assert decided("cpu", nvml, built, env) == Choice("cpu")
+        assert decided("cpu", nvml, built, env) == DeviceChoice("cpu")
 
 
 def test_an_older_driver_runs_what_is_newer_within_a_major_version() -> None:
-    assert not too_old(Host(cuda=(12, 4)), "12.8") and not too_old(Host(cuda=None), "13.0") and not too_old(Host(cuda=(13, 0)), "12.8")
-    assert too_old(Host(cuda=(12, 8)), "13.0")
+    assert (
+        not too_old(HostGpus(cuda=(12, 4)), "12.8")
+        and not too_old(HostGpus(cuda=None), "13.0")
+        and not too_old(HostGpus(cuda=(13, 0)), "12.8")
+    )
+    assert too_old(HostGpus(cuda=(12, 8)), "13.0")
 
 
 def test_where_nvml_cannot_be_asked_the_devices_of_cuda_count() -> None:
@@ -79,12 +83,12 @@ def test_where_nvml_cannot_be_asked_the_devices_of_cuda_count() -> None:
 
 
 def test_rocm_sees_to_its_devices_itself() -> None:
-    assert decided("cuda", FakeNvml(fails=12), ROCM) == Choice("cuda", None)
+    assert decided("cuda", FakeNvml(fails=12), ROCM) == DeviceChoice("cuda", None)
     assert decided("auto", FakeNvml(fails=12), ROCM).device == "cpu"
 
 
 def test_this_host_is_judged_without_torch() -> None:
-    assert choose("cpu", {}, FakeNvml(fails=1)) == Choice("cpu")
+    assert choose("cpu", {}, FakeNvml(fails=1)) == DeviceChoice("cpu")
     assert torch_build() != "" and choose("auto", {}, FakeNvml(fails=12)).device in ("cpu", "cuda")
 
 

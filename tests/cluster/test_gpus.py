@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from fake_nvml import GIB, FakeGpu, FakeNvml, FakeSlice, alike
 
-from baton.cluster.gpus import NONE_FOUND, Host, NoNvml, find, session, unusable, visible
+from baton.cluster.gpus import NONE_FOUND, HostGpus, NoNvml, find, session, unusable, visible
 
 SLICES = (FakeSlice("MIG-aaaa"), FakeSlice("MIG-abbb", used=GIB))
 SLICED = FakeGpu("GPU-5555", "NVIDIA A100-SXM4-40GB", 40 * GIB, mig=True, slices=SLICES)
@@ -37,7 +37,7 @@ def test_a_driver_that_cannot_be_asked_is_a_reason(code: int, why: str) -> None:
 
 
 def test_a_host_without_gpus_has_a_reason_and_one_with_gpus_has_none() -> None:
-    assert find(FakeNvml()) == Host(driver="580.95.05", cuda=(13, 0), reason=NONE_FOUND)
+    assert find(FakeNvml()) == HostGpus(driver="580.95.05", cuda=(13, 0), reason=NONE_FOUND)
     assert find(alike(1)).reason == ""
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.cluster.config import ConfigError
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.keys import ApiKeys, Entry, Quota
+from baton.cluster.keys import ApiKeys, KeyEntry, Quota
 
 
 def line(name: str, key: str, tenant: str = "") -> str:
@@ -82,7 +82,7 @@ def test_a_key_is_looked_up_by_its_hash_once_whichever_matches(known: ApiKeys) -
 
     looked: list[bytes] = []
 
-    class Counting(dict[bytes, list[Entry]]):
+    class Counting(dict[bytes, list[KeyEntry]]):
         def get(self, key: bytes, default: Any = None) -> Any:
             looked.append(key)
             return super().get(key, default)

@@ -16,7 +16,7 @@ import pytest
 
 from baton.cluster.config import Config, TelemetryConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.logs import WITHHELD, Json, Text
+from baton.cluster.logs import WITHHELD, JsonFormatter, Text
 from baton.cluster.packages import command
 from baton.launch.plan import templates
 from baton.launch.ports import Ports
@@ -24,7 +24,7 @@ from baton.launch.ports import Ports
 PROMPT = "the secret of the fox"
 
 
-def logged(act: Callable[[logging.Logger], None], kind: type[logging.Formatter] = Json) -> str:
+def logged(act: Callable[[logging.Logger], None], kind: type[logging.Formatter] = JsonFormatter) -> str:
     stream = io.StringIO()
     handler, log = logging.StreamHandler(stream), logging.Logger("room.file")
     handler.setFormatter(kind("decode-0"))
@@ -60,7 +60,7 @@ def test_an_exception_is_one_field_of_the_same_line() -> None:
     assert "test_logs.py" in exception
 
 
-@pytest.mark.parametrize("kind", [Json, Text])
+@pytest.mark.parametrize("kind", [JsonFormatter, Text])
 @pytest.mark.parametrize(
     "error",
     [KeyError(PROMPT), ValueError(f"invalid literal: {PROMPT!r}"), Exception(PROMPT), UnicodeDecodeError("utf-8", b"x", 0, 1, PROMPT)],

@@ -14,7 +14,7 @@ import yaml
 from each import for_each
 
 from baton.cluster.metric_table import ALL, BY_NAME, MAX_OPEN, OPEN, OTHER, PLANNER, ROUTER, TABLE, Alias, Metric, Role
-from baton.cluster.metrics import Book, Family, Histogram, Series
+from baton.cluster.metrics import Book, Histogram, MetricFamily, Series
 from router import choosing, policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ UNITS = {
 OF_A_CLIENT = {"request", "request_id", "prompt", "user", "tenant", "session", "salt", "path", "query", "address", "ip"}
 
 
-def family(book: Book, name: str) -> Family:
+def family(book: Book, name: str) -> MetricFamily:
     return next(family for family in book.families() if family.name == name)
 
 

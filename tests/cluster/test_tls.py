@@ -16,7 +16,7 @@ from baton.cluster.config import Config, ConfigError, SecurityConfig
 from baton.cluster.guard import Guard
 from baton.cluster.metrics import Book
 from baton.cluster.metrics_http import Exposition, MetricsServer
-from baton.cluster.rpc import Line, Server, channel
+from baton.cluster.rpc import ProcessChannels, Server, channel
 from baton.cluster.tls import certificates
 
 NAME = "baton.internal"
@@ -165,7 +165,7 @@ class TestReload:
         address = first.bind(0)
         await first.start()
         await first.health.set("", health_pb2.HealthCheckResponse.SERVING)
-        line, plain = Line(address, authority.security(files)), channel(address, authority.security(files))
+        line, plain = ProcessChannels(address, authority.security(files)), channel(address, authority.security(files))
         for opened in (line.channel(), plain):
             await health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=20)
         assert line.channel() is line.channel()

@@ -9,9 +9,9 @@ import pytest
 from baton.cluster.errors import BatonError
 from baton.cockpit import calculators, experiments
 from baton.cockpit.experiments import EXPERIMENTS, STEPS, catalogue, find
-from baton.cockpit.knobs import KNOBS, MOST_REQUESTS, Choice, Settings, Slider
+from baton.cockpit.knobs import KNOBS, MOST_REQUESTS, Menu, Settings, Slider
 from baton.cockpit.load import breaking, figures, load_of, rate_at
-from baton.cockpit.meter import Held, Looked, Meter, looked
+from baton.cockpit.meter import Looked, Meter, WorkerUsage, looked
 from loadtest.record import Record
 
 EVERY = sorted(EXPERIMENTS)
@@ -147,9 +147,9 @@ def test_a_point_holds_what_came_in_its_second_and_the_next_one_begins_anew() ->
 
 
 def test_use_is_that_of_the_workers_that_decode() -> None:
-    workers = [Held(False, 1, 4, 0, 100, 8), Held(True, 2, 1, 75, 100, 8), Held(True, 4, 0, 75, 100, 8)]
+    workers = [WorkerUsage(False, 1, 4, 0, 100, 8), WorkerUsage(True, 2, 1, 75, 100, 8), WorkerUsage(True, 4, 0, 75, 100, 8)]
     assert looked(2, workers) == Looked(7, 0.25, 6 / 16)
-    assert looked(0, []) == Looked(0, None, None) and looked(0, [Held(True, 9, 0, 1, 1, 4)]).batch == 1.0
+    assert looked(0, []) == Looked(0, None, None) and looked(0, [WorkerUsage(True, 9, 0, 1, 1, 4)]).batch == 1.0
 
 
 def test_the_calculators_say_what_baton_size_says() -> None:
@@ -176,7 +176,7 @@ def test_calculators_refuse_by_name(given: dict[str, str], field: str) -> None:
 def test_the_knobs_are_told_as_they_are() -> None:
     told = catalogue()["knobs"]
     for name, knob in KNOBS.items():
-        if isinstance(knob, Choice):
+        if isinstance(knob, Menu):
             assert told[name]["options"] == dict(knob.options)
         else:
             assert (told[name]["least"], told[name]["most"], told[name]["step"]) == (knob.least, knob.most, knob.step)

@@ -12,12 +12,12 @@ import psutil
 import pytest
 from http_door import Call
 
-from baton.access.options import Identity, Place
+from baton.access.options import ClientIdentity, ClusterOptions
 from baton.cli.cockpit import PORT
 from baton.cluster.errors import BatonError, Reason
 from baton.cockpit import bench as benches
 from baton.cockpit.bench import Bench
-from baton.cockpit.cluster import Cluster, Facts
+from baton.cockpit.cluster import ClusterFacts, CockpitCluster
 from baton.cockpit.knobs import Settings
 from baton.cockpit.meter import Looked
 from baton.cockpit.page import FILES, Cockpit
@@ -37,7 +37,7 @@ VENDORED = {
 
 
 class Opened:
-    """A stand-in for `baton.cockpit.cluster.Opened`: every answer takes `answer_s`."""
+    """A stand-in for `baton.cockpit.cluster.OpenedDoor`: every answer takes `answer_s`."""
 
     def __init__(self, answer_s: float = 0.0) -> None:
         self.answer_s, self.closed = answer_s, False
@@ -59,18 +59,18 @@ class Opened:
 
 
 class Somewhere:
-    """A stand-in for `baton.cockpit.cluster.Cluster`."""
+    """A stand-in for `baton.cockpit.cluster.CockpitCluster`."""
 
     def __init__(self, opened: Opened | None = None) -> None:
         self.opened = opened or Opened()
         self.gone = ""
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> ClusterFacts:
         if self.gone:
             raise BatonError(Reason.NO_WORKER, self.gone)
-        return Facts("toy", 1, 1, 512, {"d0": 8}, "", "127.0.0.1:8472")
+        return ClusterFacts("toy", 1, 1, 512, {"d0": 8}, "", "127.0.0.1:8472")
 
-    async def open(self, settings: Settings, facts: Facts) -> Any:
+    async def open(self, settings: Settings, facts: ClusterFacts) -> Any:
         return self.opened
 
 
@@ -203,14 +203,14 @@ async def test_a_cluster_that_is_lost_during_a_run_fails_it() -> None:
 async def test_without_a_cluster_the_reason_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_STATE_DIR", str(tmp_path))
     with pytest.raises(BatonError, match="no cluster 'nowhere' is running"):
-        await Cluster(Place(name="nowhere"), Identity()).facts()
+        await CockpitCluster(ClusterOptions(name="nowhere"), ClientIdentity()).facts()
 
 
 async def test_what_this_cluster_cannot_do_is_refused_by_name() -> None:
-    facts = Facts("toy", 1, 1, 64, {"d0": 8}, "", "")
+    facts = ClusterFacts("toy", 1, 1, 64, {"d0": 8}, "", "")
     for settings, field in ((Settings(prompt=64), "prompt"), (Settings(prompt=16, output=8, speculation="on"), "speculation")):
         with pytest.raises(BatonError) as caught:
-            await Cluster(Place(), Identity()).open(settings, facts)
+            await CockpitCluster(ClusterOptions(), ClientIdentity()).open(settings, facts)
         assert caught.value.violations[0].field == field
 
 

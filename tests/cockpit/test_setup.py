@@ -13,7 +13,7 @@ from baton.cockpit.setup import GUESS_COST, Guessing, Simulation, simulation_of
 from baton.plan.formulae import tokens_per_step
 from baton.profile.file import Profile
 from baton.profile.models import Fitted, Work
-from baton.simulate.engine import Pace
+from baton.simulate.engine import StepPace
 from baton.simulate.workers import Times
 
 SHORT: dict[str, Any] = {"rate": 2.0, "duration_s": 5, "prompt": 64, "output": 16}
@@ -25,7 +25,7 @@ def made(measured: Path | None = None, **settings: Any) -> Simulation:
 
 
 def test_guesses_take_what_the_formula_says() -> None:
-    plain = Times(pace=Pace(step_s=0.02, prompt_token_s=0.001, sequence_s=0.001))
+    plain = Times(pace=StepPace(step_s=0.02, prompt_token_s=0.001, sequence_s=0.001))
     pace = Guessing(plain, acceptance=0.5, guesses=3)
     step = (0.02 + 4 * 8 * 0.001 + 3 * GUESS_COST * (0.02 + 8 * 0.001)) / tokens_per_step(0.5, 3)
     assert pace(Work(decodes=8)) == pytest.approx(step)

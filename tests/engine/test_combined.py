@@ -16,8 +16,8 @@ from baton.cli.up import SHIPPED
 from baton.engine.choice import load_runner
 from baton.engine.core.beams import Beams
 from baton.engine.core.block_key import root_key
-from baton.engine.core.colder import Colder, Policy
-from baton.engine.core.drafting import Ask, Drafter
+from baton.engine.core.colder import Colder, TierPolicy
+from baton.engine.core.drafting import Drafter, DraftRequest
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.limits import Limits
@@ -68,8 +68,8 @@ class Eager(Drafter):
     def most(self, seqs: Seq[Sequence], rows: int) -> Seq[int]:
         return [self.bound if self.rng.random() < 0.8 else 0 for _ in seqs]
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
-        return self.inner.propose([Ask(ask.seq, max(1, ask.most - OTHERS), True) for ask in asks])
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
+        return self.inner.propose([DraftRequest(ask.seq, max(1, ask.most - OTHERS), True) for ask in asks])
 
 
 class Reports:
@@ -99,7 +99,7 @@ def engine_of(dtype: str, method: str, rng: random.Random, blocks: int, units: i
     limits = Limits(max_num_seqs=6, max_num_batched_tokens=24, reserve_growth=0.0, speculation_branches=1 + OTHERS)
     engine = Engine(runner, limits, min(160, blocks * BLOCK), drafter=inner and Eager(inner, rng))
     if units:
-        tiers = Tiers(lambda pool: [(MemoryStore(pool.unit_bytes, units), Bounds())], Policy(rng.random() < 0.5, 2.0))
+        tiers = Tiers(lambda pool: [(MemoryStore(pool.unit_bytes, units), Bounds())], TierPolicy(rng.random() < 0.5, 2.0))
         tiers.open(runner.pool, reports)
         engine.colder = Colder(tiers, engine.pool, engine.scheduler)
     return engine, reports

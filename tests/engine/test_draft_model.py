@@ -23,7 +23,7 @@ from baton.cli.up import SHIPPED
 from baton.engine.build import BuildError, build, pool_bytes
 from baton.engine.choice import load_runner
 from baton.engine.core.block_key import root_key
-from baton.engine.core.drafting import Ask, Drafter, Tree
+from baton.engine.core.drafting import Drafter, DraftRequest, Tree
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.limits import Limits
@@ -35,7 +35,7 @@ from baton.engine.draft_model import DraftModel
 from baton.engine.measure_steps import BUDGET_S, measured
 from baton.engine.model.kv_views import views
 from baton.engine.options import Options
-from baton.engine.runner import ModelRunner, Part
+from baton.engine.runner import ForwardPart, ModelRunner
 from baton.models.make_small import make_toy
 
 DRAFT = SHIPPED.with_name("tale-draft")
@@ -63,13 +63,13 @@ class Sometimes(DraftModel):
         super().__init__(fresh(DRAFT), MOST)
         self.rng, self.computed, run = random.Random(4), 0, self._runner.logits_of
 
-        def logits_of(parts: Seq[Part]) -> Any:
+        def logits_of(parts: Seq[ForwardPart]) -> Any:
             self.computed += sum(part.span.n for part in parts)
             return run(parts)
 
         self._runner.logits_of = logits_of  # type: ignore[method-assign]
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         asked = [ask for ask in asks if len(ask.seq.tokens) // 24 % 2 and self.rng.random() < 0.7]
         found = dict(zip((ask.seq for ask in asked), super().propose(asked) if asked else [], strict=True))
         return [found.get(ask.seq, ()) for ask in asks]
@@ -180,7 +180,7 @@ def test_a_prompt_that_is_handed_over_is_drafted_from_at_once() -> None:
 
 
 def counting(run: Any, into: Sometimes) -> Any:
-    def logits_of(parts: Seq[Part]) -> Any:
+    def logits_of(parts: Seq[ForwardPart]) -> Any:
         into.computed += sum(part.span.n for part in parts)
         return run(parts)
 
@@ -218,7 +218,7 @@ class Sparing(Drafter):
         self._drafter = drafter
         self.observe = drafter.observe  # type: ignore[method-assign]
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         return self._drafter.propose([replace(ask, most=min(ask.most, self._drafter.bound), others=True) for ask in asks])
 
 
@@ -268,7 +268,7 @@ def test_other_choices_are_the_next_likeliest_however_steps_are_computed() -> No
         for i, seq in enumerate(seqs):
             seq.blocks, seq.drafted = [2 * i, 2 * i + 1], 0
         for asked in (seqs, seqs[:1]):
-            trees = drafter.propose([Ask(seq, 2, True) for seq in asked])
+            trees = drafter.propose([DraftRequest(seq, 2, True) for seq in asked])
             assert all(isinstance(tree, Tree) and len({tree[0], *(other[0] for other in tree.others)}) == 4 for tree in trees)
             told.append([(tuple(tree), tree.others) for tree in trees if isinstance(tree, Tree)])
     assert told[:2] == told[2:4] == told[4:]

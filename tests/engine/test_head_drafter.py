@@ -20,7 +20,7 @@ from baton.cli.up import SHIPPED
 from baton.engine.build import BuildError, build, pool_bytes
 from baton.engine.choice import load_runner
 from baton.engine.core.beams import Beams
-from baton.engine.core.drafting import Ask, Chosen, Drafter, Paced
+from baton.engine.core.drafting import Chosen, Drafter, DraftRequest, Paced
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.limits import Limits
@@ -33,7 +33,7 @@ from baton.engine.options import Options
 from baton.engine.runner import ModelRunner
 from baton.models.make_small import make_toy
 from baton.models.train.__main__ import export_head
-from baton.models.train.head import Head, new_head
+from baton.models.train.head import TrainedHead, new_head
 from baton.models.train.recipe import HEAD
 
 MOST = 4
@@ -101,7 +101,7 @@ def transformers_model(path: Path, **config: Any) -> Any:
 
 
 def naive_tale(model: Any, folder: Path) -> Naive:
-    head = Head(model, HEAD.inner)
+    head = TrainedHead(model, HEAD.inner)
     prefix = f"model.layers.{head.after}."
     head.load_state_dict({name.removeprefix(prefix): w.float() for name, w in load_file(folder / "model.safetensors").items()})
 
@@ -165,7 +165,7 @@ class Once(HeadDrafter):
     every = 1
 
     def propose(self, asks: Any) -> Any:
-        asked = [Ask(ask.seq, min(ask.most, MOST)) for ask in asks if ask.seq.output_len % self.every == 0]
+        asked = [DraftRequest(ask.seq, min(ask.most, MOST)) for ask in asks if ask.seq.output_len % self.every == 0]
         drafts = super().propose(asked) if asked else []
         self.kept = [*getattr(self, "kept", []), *((list(ask.seq.tokens), list(draft)) for ask, draft in zip(asked, drafts, strict=True))]
         found = dict(zip((ask.seq for ask in asked), drafts, strict=True))

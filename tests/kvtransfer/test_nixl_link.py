@@ -6,7 +6,7 @@ import pytest
 
 from baton.engine.core.kvcache import Region
 from baton.moves import IllegalMove
-from kvtransfer.nixl_link import MOVES, OPEN, READS, Address, Link, LinkState, Read, ReadState
+from kvtransfer.nixl_link import MOVES, OPEN, READS, Link, LinkState, NixlAddress, Read, ReadState
 
 EVENTS: dict[str, Callable[[Link], None]] = {
     "copies": lambda link: link.open(True, "blocks"),
@@ -18,7 +18,7 @@ EVENTS: dict[str, Callable[[Link], None]] = {
 
 
 def link_in(state: LinkState) -> Link:
-    return Link("d0:1", Address(Region(0, 1), 64, b""), state, blocks="blocks" if state in OPEN else None)
+    return Link("d0:1", NixlAddress(Region(0, 1), 64, b""), state, blocks="blocks" if state in OPEN else None)
 
 
 @pytest.mark.parametrize("state", LinkState)

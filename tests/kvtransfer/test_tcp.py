@@ -17,7 +17,7 @@ import pytest
 
 from baton.cluster.errors import BatonError
 from kvtransfer import tcp_server, tcp_transport, tcp_wire
-from kvtransfer.tcp_wire import MAGIC, NONCE_BYTES, OK, OUT_OF_RANGE, PROOF_BYTES, Address, open_connection, proof, receive
+from kvtransfer.tcp_wire import MAGIC, NONCE_BYTES, OK, OUT_OF_RANGE, PROOF_BYTES, TcpAddress, open_connection, proof, receive
 
 if TYPE_CHECKING:
     from tests.kvtransfer.conftest import MakeReader, Reader, StartPeer
@@ -31,8 +31,8 @@ def server(make_reader: MakeReader) -> Reader:
     return reader
 
 
-def target(server: Reader) -> Address:
-    return Address.parse(server.transport.address())
+def target(server: Reader) -> TcpAddress:
+    return TcpAddress.parse(server.transport.address())
 
 
 def dial(server: Reader) -> socket.socket:
@@ -117,7 +117,7 @@ def test_a_server_that_cannot_prove_the_key_receives_nothing(make_reader: MakeRe
         thread = threading.Thread(target=impostor, args=(listener,))
         thread.start()
         address = target(server)
-        there = Address(address.instance, address.num_blocks, address.block_bytes, "127.0.0.1", listener.getsockname()[1])
+        there = TcpAddress(address.instance, address.num_blocks, address.block_bytes, "127.0.0.1", listener.getsockname()[1])
         with pytest.raises(BatonError, match="another cluster key"):
             make_reader("tcp").transport.connect("impostor:1", there.pack())
         thread.join()
@@ -175,7 +175,7 @@ def test_a_reader_that_was_admitted_is_no_stranger_any_more(make_reader: MakeRea
     monkeypatch.setattr(tcp_server, "MAX_STRANGERS", 1)
     server, slow = make_reader("tcp"), threading.Event()
     monkeypatch.setattr(server.transport._server, "_greeters", ThreadPoolExecutor(2))
-    monkeypatch.setattr(tcp_server.Server, "_park", lambda *_: slow.wait(60))  # the thread that admitted a reader is held up
+    monkeypatch.setattr(tcp_server.TcpServer, "_park", lambda *_: slow.wait(60))  # the thread that admitted a reader is held up
     try:
         for _ in range(2):
             make_reader("tcp").transport.connect("server:1", server.transport.address())
@@ -318,7 +318,7 @@ def test_it_listens_on_the_configured_host_and_advertises_the_configured_address
     listener = reader.transport._server.listener
     assert listener.getsockname()[0] == "127.0.0.1"
     told = make_reader("tcp", host="0.0.0.0", advertise="127.0.0.1")
-    assert Address.parse(told.transport.address()).host == "127.0.0.1"
+    assert TcpAddress.parse(told.transport.address()).host == "127.0.0.1"
     reader.transport.connect("told:1", told.transport.address())
 
 

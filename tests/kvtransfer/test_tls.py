@@ -18,7 +18,7 @@ from baton.cluster.config import SecurityConfig
 from baton.cluster.errors import BatonError
 from baton.worker.kv_tls import kv_tls
 from kvtransfer import tcp_wire
-from kvtransfer.tcp_wire import Address
+from kvtransfer.tcp_wire import TcpAddress
 
 if TYPE_CHECKING:
     from tests.kvtransfer.conftest import MakeReader, Reader
@@ -39,12 +39,12 @@ def filled(reader: Reader) -> Reader:
 class Tap:
     """Passes connections on to a server, keeps what went over them, and changes the last byte of each block while `damage` is set."""
 
-    def __init__(self, target: Address) -> None:
+    def __init__(self, target: TcpAddress) -> None:
         self.heard = bytearray()
         self.damage = False
         self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = Address(
+        self.address = TcpAddress(
             target.instance, target.num_blocks, target.block_bytes, "127.0.0.1", self._listener.getsockname()[1]
         ).pack()  # fmt: skip
         threading.Thread(target=self._run, daemon=True).start()
@@ -72,7 +72,7 @@ class Tap:
 
 @contextmanager
 def tapped(server: Reader) -> Iterator[Tap]:
-    tap = Tap(Address.parse(server.transport.address()))
+    tap = Tap(TcpAddress.parse(server.transport.address()))
     try:
         yield tap
     finally:
@@ -161,10 +161,10 @@ def test_new_certificates_are_used_for_new_connections(make_reader: MakeReader, 
 def test_an_idle_connection_is_reused(make_reader: MakeReader, server: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     """TLS sends nothing by itself that would make an idle connection look confused."""
     reader = make_reader("tls")
-    opened: list[Address] = []
+    opened: list[TcpAddress] = []
     real = tcp_wire.open_connection
 
-    def counted(target: Address, *more: Any) -> socket.socket:
+    def counted(target: TcpAddress, *more: Any) -> socket.socket:
         opened.append(target)
         return real(target, *more)
 
@@ -176,7 +176,7 @@ def test_an_idle_connection_is_reused(make_reader: MakeReader, server: Reader, m
 
 
 def test_a_silent_stranger_is_dropped_before_it_holds_a_thread(make_reader: MakeReader, server: Reader) -> None:
-    address = Address.parse(server.transport.address())
+    address = TcpAddress.parse(server.transport.address())
     silent = [socket.create_connection((address.host, address.port)) for _ in range(40)]
     for sock in silent[:20]:
         sock.sendall(b"\x16\x03\x01\x02\x00")  # some start a handshake and stop

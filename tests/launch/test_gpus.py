@@ -7,7 +7,7 @@ import pytest
 
 from baton.cluster.config import ConfigError
 from baton.cluster.config_layers import load, to_env
-from baton.cluster.device import Choice
+from baton.cluster.device import DeviceChoice
 from baton.cluster.gpus import Device
 from baton.launch import gpus
 from baton.launch.gpus import least_free, settle, settle_afar
@@ -16,15 +16,15 @@ from baton.launch.plan import UpError, templates
 from baton.launch.ports import Ports
 
 GIB = 1 << 30
-CPU = Choice("cpu")
+CPU = DeviceChoice("cpu")
 
 
 def config(**flags: object) -> Any:
     return load([], {}, {name.replace("__", "."): str(value) for name, value in flags.items()}).config
 
 
-def cuda(count: int, used: int = 0, kinds: tuple[str, ...] = ("H100",)) -> Choice:
-    return Choice("cuda", tuple(Device(f"GPU-{i}", i, kinds[i % len(kinds)], 80 * GIB, used) for i in range(count)))
+def cuda(count: int, used: int = 0, kinds: tuple[str, ...] = ("H100",)) -> DeviceChoice:
+    return DeviceChoice("cuda", tuple(Device(f"GPU-{i}", i, kinds[i % len(kinds)], 80 * GIB, used) for i in range(count)))
 
 
 def test_auto_is_one_gpu_for_each_worker_where_gpus_are_used_else_none() -> None:
@@ -54,7 +54,7 @@ def test_what_is_settled_holds_for_every_process() -> None:
         ({"launcher__kind": "ray"}, cuda(2, kinds=("A", "B")), "launcher.kind ray cannot tell unlike GPUs apart"),
     ],
 )
-def test_gpus_that_do_not_suffice_are_one_sentence(flags: dict[str, Any], choice: Choice, why: str) -> None:
+def test_gpus_that_do_not_suffice_are_one_sentence(flags: dict[str, Any], choice: DeviceChoice, why: str) -> None:
     with pytest.raises(UpError, match=why):
         settle(config(**flags), choice)
 
@@ -66,7 +66,7 @@ def test_gpus_that_do_not_suffice_are_one_sentence(flags: dict[str, Any], choice
         ({"decode__gpus": 0}, cuda(2), r"^decode.gpus 0: with engine.device cuda each worker needs a GPU"),
     ],
 )
-def test_keys_that_contradict_each_other_are_named(flags: dict[str, Any], choice: Choice, why: str) -> None:
+def test_keys_that_contradict_each_other_are_named(flags: dict[str, Any], choice: DeviceChoice, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         settle(config(**flags), choice)
 
@@ -78,7 +78,7 @@ def test_a_number_of_gpus_that_cannot_be_is_refused(value: str) -> None:
 
 
 def test_no_device_is_a_sentence_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(asked: str) -> Choice:
+    def none(asked: str) -> DeviceChoice:
         raise ValueError(f"engine.device {asked}: there is none")
 
     monkeypatch.setattr(gpus, "choose", none)

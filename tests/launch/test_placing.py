@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from baton.cluster.gpus import Device
-from baton.launch.placing import Demand, Held, NoRoom, kinds, place, spared
+from baton.launch.placing import GpuDemand, HeldGpus, NoRoom, kinds, place, spared
 
 GIB = 1 << 30
 
@@ -14,10 +14,10 @@ def gpu(index: int, kind: str = "H100", used: int = 0, part: bool = False, peers
     return Device(f"GPU-{index}", index, kind, 80 * GIB, used, dict.fromkeys(peers, "NVLink"), part)
 
 
-def given(devices: Sequence[Device], *demands: Demand) -> dict[str, list[str]]:
+def given(devices: Sequence[Device], *demands: GpuDemand) -> dict[str, list[str]]:
     """What each worker of a cluster gets that starts pool by pool."""
     found = kinds(devices, demands)
-    held: dict[str, Held] = {}
+    held: dict[str, HeldGpus] = {}
     for demand in demands:
         placed = place(devices, held, demand, [f"{demand.role}-{number}" for number in range(demand.replicas)], found)
         assert placed is not None
@@ -27,34 +27,34 @@ def given(devices: Sequence[Device], *demands: Demand) -> dict[str, list[str]]:
 
 def test_every_worker_gets_its_own() -> None:
     four = [gpu(index) for index in range(4)]
-    assert given(four, Demand("prefill", 1, 1), Demand("decode", 1, 2)) == {
+    assert given(four, GpuDemand("prefill", 1, 1), GpuDemand("decode", 1, 2)) == {
         "prefill-0": ["GPU-0"], "decode-0": ["GPU-1"], "decode-1": ["GPU-2"],
     }  # fmt: skip
-    assert given(four, Demand("prefill", 2, 1), Demand("decode", 1, 2))["prefill-0"] == ["GPU-0", "GPU-1"]
-    assert given([], Demand("prefill", 0, 3)) == {"prefill-0": [], "prefill-1": [], "prefill-2": []}
-    assert given(four[:2], Demand("prefill", 1, 0), Demand("decode", 1, 2)) == {"decode-0": ["GPU-0"], "decode-1": ["GPU-1"]}
+    assert given(four, GpuDemand("prefill", 2, 1), GpuDemand("decode", 1, 2))["prefill-0"] == ["GPU-0", "GPU-1"]
+    assert given([], GpuDemand("prefill", 0, 3)) == {"prefill-0": [], "prefill-1": [], "prefill-2": []}
+    assert given(four[:2], GpuDemand("prefill", 1, 0), GpuDemand("decode", 1, 2)) == {"decode-0": ["GPU-0"], "decode-1": ["GPU-1"]}
 
 
 def test_a_gpu_is_shared_only_if_that_was_asked_for() -> None:
     with pytest.raises(NoRoom):
-        kinds([gpu(0)], [Demand("prefill", 1, 1), Demand("decode", 1, 1)])
-    assert given([gpu(0)], Demand("prefill", 0.3, 1), Demand("decode", 0.7, 1)) == {"prefill-0": ["GPU-0"], "decode-0": ["GPU-0"]}
-    assert given([gpu(0), gpu(1)], Demand("prefill", 0.5, 3))["prefill-2"] == ["GPU-1"]
+        kinds([gpu(0)], [GpuDemand("prefill", 1, 1), GpuDemand("decode", 1, 1)])
+    assert given([gpu(0)], GpuDemand("prefill", 0.3, 1), GpuDemand("decode", 0.7, 1)) == {"prefill-0": ["GPU-0"], "decode-0": ["GPU-0"]}
+    assert given([gpu(0), gpu(1)], GpuDemand("prefill", 0.5, 3))["prefill-2"] == ["GPU-1"]
     with pytest.raises(NoRoom):
-        kinds([gpu(0)], [Demand("prefill", 0.4, 1), Demand("decode", 0.7, 1)])
+        kinds([gpu(0)], [GpuDemand("prefill", 0.4, 1), GpuDemand("decode", 0.7, 1)])
 
 
 def test_the_sentence_says_how_many_there_are_how_many_are_lacking_and_what_to_do() -> None:
     with pytest.raises(NoRoom) as refused:
-        kinds([gpu(0)], [Demand("prefill", 1, 1), Demand("decode", 1, 2)])
+        kinds([gpu(0)], [GpuDemand("prefill", 1, 1), GpuDemand("decode", 1, 2)])
     said = str(refused.value)
     assert said.startswith("3 workers need 3 GPUs (prefill: 1 x 1, decode: 2 x 1), and 1 can be used here (GPU 0 (H100)): 2 too few;")
     assert "--prefill 0" in said
     shares = said.partition("memory: ")[2].split()
     assert shares == ["--prefill.gpus", "0.33", "--decode.gpus", "0.33"]
-    assert given([gpu(0)], Demand("prefill", 0.33, 1), Demand("decode", 0.33, 2)), "the way that it names works"
+    assert given([gpu(0)], GpuDemand("prefill", 0.33, 1), GpuDemand("decode", 0.33, 2)), "the way that it names works"
     with pytest.raises(NoRoom, match=r"and 0 can be used here \(none\); GPU 0 \(H100\) is full"):
-        kinds([], [Demand("decode", 1, 1)], "GPU 0 (H100) is full")
+        kinds([], [GpuDemand("decode", 1, 1)], "GPU 0 (H100) is full")
 
 
 def test_a_full_gpu_is_left_out_and_named() -> None:
@@ -66,24 +66,24 @@ def test_a_full_gpu_is_left_out_and_named() -> None:
 
 def test_the_gpus_of_a_pool_are_of_one_kind_and_those_of_all_pools_if_possible() -> None:
     mixed = [gpu(0, "A100"), gpu(1), gpu(2)]
-    one, two = Demand("prefill", 1, 1), Demand("decode", 1, 2)
-    assert given(mixed, one, Demand("decode", 1, 1)) == {"prefill-0": ["GPU-1"], "decode-0": ["GPU-2"]}
+    one, two = GpuDemand("prefill", 1, 1), GpuDemand("decode", 1, 2)
+    assert given(mixed, one, GpuDemand("decode", 1, 1)) == {"prefill-0": ["GPU-1"], "decode-0": ["GPU-2"]}
     assert given(mixed, one, two) == {"prefill-0": ["GPU-0"], "decode-0": ["GPU-1"], "decode-1": ["GPU-2"]}
     with pytest.raises(NoRoom, match="not enough of one kind for each pool"):
-        kinds(mixed, [Demand("prefill", 1, 0), Demand("decode", 1, 3)])
+        kinds(mixed, [GpuDemand("prefill", 1, 0), GpuDemand("decode", 1, 3)])
 
 
 def test_a_pool_that_grows_keeps_its_kind() -> None:
     mixed = [gpu(0, "A100"), gpu(1), gpu(2)]
-    held = {"decode-0": Held("decode", 1.0, (mixed[1],))}
-    grown = place(mixed, held, Demand("decode", 1, 1), ["decode-1"], {})
+    held = {"decode-0": HeldGpus("decode", 1.0, (mixed[1],))}
+    grown = place(mixed, held, GpuDemand("decode", 1, 1), ["decode-1"], {})
     assert grown is not None and grown["decode-1"].devices == (mixed[2],)
-    assert place(mixed, held | grown, Demand("decode", 1, 1), ["decode-2"], {}) is None
+    assert place(mixed, held | grown, GpuDemand("decode", 1, 1), ["decode-2"], {}) is None
 
 
 def test_gpus_of_one_worker_reach_each_other_if_possible() -> None:
     pairs = [gpu(0, peers=[2]), gpu(1, peers=[3]), gpu(2, peers=[0]), gpu(3, peers=[1])]
-    assert given(pairs, Demand("prefill", 2, 1), Demand("decode", 2, 1)) == {
+    assert given(pairs, GpuDemand("prefill", 2, 1), GpuDemand("decode", 2, 1)) == {
         "prefill-0": ["GPU-0", "GPU-2"],
         "decode-0": ["GPU-1", "GPU-3"],
     }
@@ -91,6 +91,6 @@ def test_gpus_of_one_worker_reach_each_other_if_possible() -> None:
 
 def test_a_process_gets_one_slice_of_a_gpu() -> None:
     slices = [gpu(index, "MIG 3g.40gb", part=True) for index in range(2)]
-    assert given(slices, Demand("prefill", 1, 1), Demand("decode", 1, 1)) == {"prefill-0": ["GPU-0"], "decode-0": ["GPU-1"]}
+    assert given(slices, GpuDemand("prefill", 1, 1), GpuDemand("decode", 1, 1)) == {"prefill-0": ["GPU-0"], "decode-0": ["GPU-1"]}
     with pytest.raises(NoRoom, match="one slice of a GPU in MIG mode, not several"):
-        kinds(slices, [Demand("decode", 2, 1)])
+        kinds(slices, [GpuDemand("decode", 2, 1)])

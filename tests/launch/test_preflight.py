@@ -10,7 +10,7 @@ from turns import within
 from baton.cluster.config_layers import load
 from baton.launch import preflight
 from baton.launch.plan import UpError
-from baton.launch.preflight import NEEDS, RAY, Need, check_here
+from baton.launch.preflight import NEEDS, RAY, ModuleNeed, check_here
 
 
 def config(**flags: str) -> Any:
@@ -18,7 +18,7 @@ def config(**flags: str) -> Any:
 
 
 @pytest.mark.parametrize("need", [RAY, *NEEDS], ids=lambda need: need.module)
-def test_a_missing_package_is_named_with_the_way_to_get_it(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_the_way_to_get_it(need: ModuleNeed, monkeypatch: pytest.MonkeyPatch) -> None:
     value = "http://127.0.0.1:4317" if need.value == "*" else need.value
     flags = {need.key: value} | ({"engine.device": "cuda"} if need.key == "engine.attention_backend" else {})
     asked = load([], {}, flags).config

@@ -9,7 +9,7 @@ import pytest
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.records import Pools
 from baton.launch import reconcile
-from baton.launch.reconcile import MOVES, RETRY_S, Phase, Pool, Reconciler
+from baton.launch.reconcile import MOVES, RETRY_S, Phase, Reconciler, WorkerPool
 from baton.moves import IllegalMove
 from baton.simulate.memory_registry import MemoryRegistry
 
@@ -120,12 +120,12 @@ async def test_closing_cancels_unfinished_changes(world: Any) -> None:
 # The decisions of a pool
 
 
-def phase_of(pool: Pool) -> Phase:
+def phase_of(pool: WorkerPool) -> Phase:
     return pool.phase
 
 
 def test_a_pool_decides_when_to_change() -> None:
-    pool = Pool(2)
+    pool = WorkerPool(2)
     assert not pool.decide(2, 0.0) and pool.decide(3, 0.0)
     first = pool.change(3)
     assert not pool.decide(3, 100.0) and pool.decide(1, 0.0)
@@ -143,12 +143,12 @@ def test_a_pool_decides_when_to_change() -> None:
     ("event", "act"),
     [("change", lambda pool: pool.change(5)), ("done", lambda pool: pool.done(0)), ("refuse", lambda pool: pool.refuse(0, 1.0))],
 )
-def test_an_illegal_event_changes_nothing(phase: Phase, event: str, act: Callable[[Pool], Any]) -> None:
-    pool = Pool(2, phase)
+def test_an_illegal_event_changes_nothing(phase: Phase, event: str, act: Callable[[WorkerPool], Any]) -> None:
+    pool = WorkerPool(2, phase)
     if (phase, event) in MOVES:
         act(pool)
         assert pool.phase is MOVES[phase, event]
         return
     with pytest.raises(IllegalMove, match=phase.value):
         act(pool)
-    assert pool == Pool(2, phase)
+    assert pool == WorkerPool(2, phase)

@@ -11,7 +11,7 @@ import pytest
 
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
-from loadtest.access import Access, Tls
+from loadtest.access import DoorAccess, Tls
 from loadtest.drive import Answer
 
 
@@ -35,7 +35,7 @@ class Generation(generation_pb2_grpc.GenerationServicer):
             yield pb.GenerateResponse(finished=pb.Finished(usage=pb.Usage(prompt_tokens=3, completion_tokens=2)))
 
 
-async def ask(access: Access, address: str, salt: str = "") -> Answer:
+async def ask(access: DoorAccess, address: str, salt: str = "") -> Answer:
     async with access.door(address, salt) as door:
         return await door.ask([1, 2, 3], 2, 5.0, lambda count: None)
 
@@ -48,11 +48,11 @@ async def test_the_grpc_door_works_with_a_key_over_tls(certificate: tuple[Path, 
     await server.start()
     address = f"127.0.0.1:{port}"
     try:
-        told = await ask(Access("grpc", "open sesame", Tls(own)), address)
+        told = await ask(DoorAccess("grpc", "open sesame", Tls(own)), address)
         assert (told.outcome, told.prompt_tokens, list(told.tokens)) == ("ok", 3, [0, 1])
-        assert (await ask(Access("grpc", "wrong", Tls(own)), address)).reason == "UNAUTHENTICATED"
-        assert (await ask(Access("grpc", "open sesame"), address)).reason == "NO_SERVER", "plain TCP is refused"
-        assert (await ask(Access("grpc", "open sesame", Tls(own)), address, "broken")).reason == "CUT_SHORT", "no final message came"
+        assert (await ask(DoorAccess("grpc", "wrong", Tls(own)), address)).reason == "UNAUTHENTICATED"
+        assert (await ask(DoorAccess("grpc", "open sesame"), address)).reason == "NO_SERVER", "plain TCP is refused"
+        assert (await ask(DoorAccess("grpc", "open sesame", Tls(own)), address, "broken")).reason == "CUT_SHORT", "no final message came"
     finally:
         await server.stop(None)
 
@@ -76,10 +76,10 @@ async def test_the_http_door_works_with_a_key_over_tls(certificate: tuple[Path, 
     server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=server_context(own, key))
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
-        told = await ask(Access("http", "open sesame", Tls(own)), address)
+        told = await ask(DoorAccess("http", "open sesame", Tls(own)), address)
         assert (told.outcome, told.prompt_tokens) == ("ok", 3), told
-        assert (await ask(Access("http", "wrong", Tls(own)), address)).reason == "INVALID_API_KEY"
-        assert (await ask(Access("http", "open sesame", Tls()), address)).reason == "NO_SERVER", "the certificate is not trusted"
+        assert (await ask(DoorAccess("http", "wrong", Tls(own)), address)).reason == "INVALID_API_KEY"
+        assert (await ask(DoorAccess("http", "open sesame", Tls()), address)).reason == "NO_SERVER", "the certificate is not trusted"
     finally:
         server.close()
 

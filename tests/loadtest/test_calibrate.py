@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from loadtest import calibrate as calibration
 from loadtest import plan, priority
-from loadtest.access import Access
+from loadtest.access import DoorAccess
 from loadtest.calibrate import Seen, calibrate
 from loadtest.drive import Answer
 from loadtest.hardware import Cores, default_cores
 from loadtest.lengths import DRAIN_S, FEWEST_SEEDS, LONGEST_S, MOST_SEEDS, PILOT, SHORTEST_S, Lengths, choose
-from loadtest.plan import Comparison, Workload
+from loadtest.plan import ComparePlan, Workload
 
-COMPARISON = Comparison(
+COMPARISON = ComparePlan(
     model="model", arms=("colocated",), hardware=Cores(default_cores()[:1], 1), ratio=(1, 1), chunk=64, rates=(), vary=("", ("",)),
     bisections=0,
 )  # fmt: skip
@@ -64,8 +64,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[[Server], Any]:
         monkeypatch.setattr(calibration, "warm_up", warm_up)
         monkeypatch.setattr(calibration, "BUSY_S", 0.3)
         monkeypatch.setattr(calibration, "RAMP_S", 0.05)
-        monkeypatch.setattr(Access, "door", lambda *_: server)
-        return calibrate(COMPARISON, Workload(input="8", output="4"), Access(), 5.0, lambda line: None)
+        monkeypatch.setattr(DoorAccess, "door", lambda *_: server)
+        return calibrate(COMPARISON, Workload(input="8", output="4"), DoorAccess(), 5.0, lambda line: None)
 
     return make
 

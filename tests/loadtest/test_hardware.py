@@ -7,15 +7,15 @@ import pytest
 import typer
 from fake_nvml import FakeGpu, FakeNvml, alike
 
-from baton.cluster.gpus import Host
+from baton.cluster.gpus import HostGpus
 from loadtest import cli, cluster, hardware
 from loadtest.arms import common_part, make_arms
-from loadtest.hardware import ClusterError, Cores, Gpus, default_cores, find_gpus, with_ranks
+from loadtest.hardware import ClusterError, Cores, WorkerGpus, default_cores, find_gpus, with_ranks
 from loadtest.options import Arms
-from loadtest.plan import Comparison
+from loadtest.plan import ComparePlan
 
-TWO = Gpus(2, 1, ("GPU 0", "GPU 1"))
-FOUR = Gpus(4, 1, ())
+TWO = WorkerGpus(2, 1, ("GPU 0", "GPU 1"))
+FOUR = WorkerGpus(4, 1, ())
 
 
 def sizes(*names: str, hardware: Any = FOUR, ratio: tuple[int, int] | None = (1, 1)) -> dict[str, tuple[int, int]]:
@@ -23,8 +23,8 @@ def sizes(*names: str, hardware: Any = FOUR, ratio: tuple[int, int] | None = (1,
     return {arm.name: (int(arm.topology["prefill.replicas"]), int(arm.topology["decode.replicas"])) for arm in made}
 
 
-def compared(hardware: Any, engines: tuple[str, ...] = ("baton",), **more: Any) -> Comparison:
-    return Comparison(
+def compared(hardware: Any, engines: tuple[str, ...] = ("baton",), **more: Any) -> ComparePlan:
+    return ComparePlan(
         model="m", arms=("colocated", "disaggregated"), hardware=hardware, ratio=(1, 1), chunk=None, rates=(1.0,), vary=("", ("",)),
         bisections=0, engines=engines, **more,
     )  # fmt: skip
@@ -63,13 +63,13 @@ def test_every_split_is_an_arm_and_one_can_be_named() -> None:
         with pytest.raises(ClusterError, match=why):
             sizes(name)
     with pytest.raises(ClusterError, match="3 workers cannot be split 1:1; `all` tries every split"):
-        sizes("disaggregated", hardware=Gpus(3, 1, ()))
+        sizes("disaggregated", hardware=WorkerGpus(3, 1, ()))
     with pytest.raises(ClusterError, match="1 worker cannot be split"):
         sizes("disaggregated", hardware=Cores(default_cores()[:1]), ratio=None)
 
 
 def test_ranks_take_gpus_and_are_of_vllm_alone() -> None:
-    pairs = Gpus(4, 2, ())
+    pairs = WorkerGpus(4, 2, ())
     assert sizes("colocated", "disaggregated", hardware=pairs) == {"colocated": (0, 2), "disaggregated": (1, 1)}
     comparison = compared(pairs, ("vllm",), parallel=2, vllm="{enforce_eager: true}")
     given = [json.loads(arm.topology["engine.vllm"]) for arm in comparison.make_arms()]
@@ -137,6 +137,6 @@ def test_flags_that_contradict_are_bad_input(flags: dict[str, Any], why: str, ca
 
 
 def test_a_machine_without_gpus_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "find", lambda nvml: Host(reason="no driver"))
+    monkeypatch.setattr(hardware, "find", lambda nvml: HostGpus(reason="no driver"))
     with pytest.raises(ClusterError, match="gpus: 2 are asked for, and 0 can be used here: no driver"):
         cli._comparison(Arms(gpus=2), frozenset())

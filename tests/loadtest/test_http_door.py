@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from loadtest.access import Access, Tls
+from loadtest.access import DoorAccess, Tls
 from loadtest.drive import DEADLINE, NO_SERVER, Answer
 from loadtest.grpc_door import GrpcDoor
 from loadtest.http_door import HttpDoor
@@ -145,6 +145,6 @@ async def test_a_missing_server_is_reported() -> None:
 
 
 def test_access_opens_the_requested_door() -> None:
-    assert isinstance(Access("http").door("127.0.0.1:1"), HttpDoor)
+    assert isinstance(DoorAccess("http").door("127.0.0.1:1"), HttpDoor)
     assert isinstance(Tls().context(), ssl.SSLContext)
     assert GrpcDoor.__init__.__code__.co_varnames[1:5] == HttpDoor.__init__.__code__.co_varnames[1:5]

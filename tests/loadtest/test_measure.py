@@ -14,18 +14,18 @@ import pytest
 
 from loadtest import cluster, measure
 from loadtest import plan as planning
-from loadtest.access import Access
+from loadtest.access import DoorAccess
 from loadtest.campaign import Campaign
 from loadtest.cluster import RunningCluster
 from loadtest.drive import Answer, Run
 from loadtest.hardware import ClusterError, Cores
 from loadtest.measure import compare_arms, measure_endpoint
-from loadtest.plan import Comparison, Plan, Workload
+from loadtest.plan import ComparePlan, Plan, Workload
 from loadtest.slo import Slo
 
 WORKLOAD = Workload(input="8", output="4", max_tokens=64, arrivals="constant", duration_s=4.0)
 PLAN = Plan(workload=WORKLOAD, slo=Slo(ttft_s=1.0), seeds=(1, 2), warm_up_s=0.5, cool_down_s=0.5, timeout_s=5.0)
-COMPARISON = Comparison(
+COMPARISON = ComparePlan(
     model="model", arms=("colocated", "disaggregated"), hardware=Cores((0, 1), 1), ratio=(1, 1), chunk=64, rates=(1.0,),
     vary=("", ("",)), bisections=0,
 )  # fmt: skip
@@ -205,8 +205,8 @@ class Silent:
 
 
 async def test_sessions_need_a_door_that_returns_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Access, "door", lambda *_: Silent())
-    sessions = replace(PLAN, workload=replace(WORKLOAD, turns="2"), access=Access("http"))
+    monkeypatch.setattr(DoorAccess, "door", lambda *_: Silent())
+    sessions = replace(PLAN, workload=replace(WORKLOAD, turns="2"), access=DoorAccess("http"))
     with pytest.raises(ValueError, match="HTTP door reports no token ids"):
         await measure_endpoint(sessions, "127.0.0.1:1", 1.0)
 

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from baton.access.options import Identity
+from baton.access.options import ClientIdentity
 from loadtest import cli, options
 from loadtest.options import takes
 from loadtest.plan import Plan, Workload
@@ -63,23 +63,23 @@ OTHERS: dict[str, Any] = {
 
 def test_every_flag_reaches_the_plan() -> None:
     """A field that is renamed in only one place does not silently become None."""
-    load = options.Load(**OTHERS)
-    assert {field.name for field in fields(options.Load)} == OTHERS.keys()
-    measured = options.Measured(warm_up=4.0, cool_down=5.0, timeout=6.0, seeds="9,8")
-    plan = cli.plan_of("ttft=1s", measured, cli._access(options.Entrance(door="http"), Identity(api_key="k")), load)
+    load = options.LoadOptions(**OTHERS)
+    assert {field.name for field in fields(options.LoadOptions)} == OTHERS.keys()
+    measured = options.MeasureOptions(warm_up=4.0, cool_down=5.0, timeout=6.0, seeds="9,8")
+    plan = cli.plan_of("ttft=1s", measured, cli._access(options.Entrance(door="http"), ClientIdentity(api_key="k")), load)
     assert plan.workload == Workload(**{("duration_s" if name == "duration" else name): value for name, value in OTHERS.items()})
     assert (plan.warm_up_s, plan.cool_down_s, plan.timeout_s, plan.seeds) == (4.0, 5.0, 6.0, (9, 8))
     assert (plan.access.protocol, plan.access.api_key, plan.access.tls) == ("http", "k", None)
     defaults = Workload()
-    for field in fields(options.Load):
+    for field in fields(options.LoadOptions):
         assert OTHERS[field.name] != field.default and hasattr(defaults, "duration_s" if field.name == "duration" else field.name)
 
 
 def test_the_door_gets_the_identity_of_the_command(tmp_path: Path) -> None:
     (authority := tmp_path / "ca.pem").write_text("x")
-    named = cli._access(options.Entrance(), Identity(tls=True, ca=authority, server_name="baton.internal")).tls
+    named = cli._access(options.Entrance(), ClientIdentity(tls=True, ca=authority, server_name="baton.internal")).tls
     assert named is not None and (named.ca, named.server_name) == (authority, "baton.internal")
-    assert cli._access(options.Entrance(), Identity(server_name="baton.internal")).tls is None
+    assert cli._access(options.Entrance(), ClientIdentity(server_name="baton.internal")).tls is None
     with pytest.raises(ValueError, match="TLS: "):
         named.context()
 
@@ -88,7 +88,7 @@ def test_every_command_has_a_help_page() -> None:
     for command in ("run", "compare", "replay", "diff"):
         shown = CliRunner().invoke(cli.app, [command, "--help"])
         assert shown.exit_code == 0, shown.output
-    assert all(is_dataclass(kind) for kind in (options.Measured, options.Entrance, options.Load, options.Target, options.Arms))
+    assert all(is_dataclass(kind) for kind in (options.MeasureOptions, options.Entrance, options.LoadOptions, options.Target, options.Arms))
 
 
 def test_the_package_runs_as_the_command_does(tmp_path: Path) -> None:

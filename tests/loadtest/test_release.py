@@ -10,7 +10,7 @@ import grpc
 import pytest
 import typer
 
-from baton.access.options import Identity
+from baton.access.options import ClientIdentity
 from baton.cluster.errors import BatonError, Reason
 from baton.launch.pods import OWNER, ReleaseName
 from loadtest import cli, release_cluster
@@ -235,7 +235,7 @@ def test_a_router_that_is_not_there_yet_is_asked_again_and_a_refusal_is_told(
 
     monkeypatch.setattr(release_cluster, "connect", lambda _: None)
     monkeypatch.setattr(release_cluster, "find", find)
-    cluster = release_cluster.OutsideCluster(NAME, None, "grpc", Identity(), None)
+    cluster = release_cluster.OutsideCluster(NAME, None, "grpc", ClientIdentity(), None)
     if reason is None:
         assert cluster._known() == set()
         return
@@ -284,7 +284,7 @@ def test_arms_of_a_release_are_sizes_and_nothing_else() -> None:
 )
 def test_flags_that_a_release_decides_itself_are_bad_input(flags: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended, cli.failing():
-        cli._release(Arms(**flags), Entrance(), Identity(), None)  # type: ignore[arg-type]
+        cli._release(Arms(**flags), Entrance(), ClientIdentity(), None)  # type: ignore[arg-type]
     assert ended.value.exit_code == 2 and why in capsys.readouterr().err
 
 

@@ -25,7 +25,7 @@ from rich.console import Console, RenderableType
 from loadtest.campaign import Arm, Campaign, Probe
 from loadtest.pictures import PICTURES, best_of_each_variant, paint
 from loadtest.report import as_json, compare_runs, console_table, draw, explained, failures, sections
-from loadtest.results import Results, Run, best, by_variant
+from loadtest.results import ProbeResult, Results, best, by_variant
 from loadtest.slo import Slo
 from loadtest.summary import Summary
 from loadtest.verdict import crossovers, over_variants, varied_crossovers, verdict, verdict_of, versus
@@ -134,7 +134,7 @@ def results_of(runs: Iterable[tuple[str, float, int, int, int]]) -> Results:
     found = []
     for arm, rate, seed, met, missed in runs:
         one, told = known(rate, met, missed)
-        found.append(Run(replace(one, arm=arm, seed=seed), told))
+        found.append(ProbeResult(replace(one, arm=arm, seed=seed), told))
     return Results(campaign([run.probe for run in found]), tuple(found))
 
 

@@ -17,9 +17,9 @@ from baton.engine.facts.fingerprint import fingerprint
 from baton.engine.model.checkpoint import Checkpoint
 from baton.engine.model.config_json import read_config
 from baton.models.fetch import fetcher, lock, manifest, transfer
-from baton.models.fetch.fetcher import How
+from baton.models.fetch.fetcher import FetchOptions
 from baton.models.fetch.selection import chosen
-from baton.models.fetch.store import FetchError, Listing, RemoteFile, Stream, Wanted
+from baton.models.fetch.store import ByteStream, FetchError, Listing, RemoteFile, Wanted
 
 SOURCE = f"hf://{REPO}"
 READ = {"config.json", "generation_config.json", WEIGHTS, "results.json", "tokenizer.json", "tokenizer_config.json"}
@@ -136,15 +136,15 @@ class TooLong:
         return Listing((RemoteFile("config.json", 2, "tag", None),))
 
     @contextmanager
-    def open(self, file: RemoteFile, start: int) -> Iterator[Stream]:
-        yield Stream(start, iter([b"{}", b"more"]))
+    def open(self, file: RemoteFile, start: int) -> Iterator[ByteStream]:
+        yield ByteStream(start, iter([b"{}", b"more"]))
 
     def unchanged(self, listing: Listing) -> bool:
         return True
 
 
 def test_more_bytes_than_listed_are_refused_even_unverified(tmp_path: Path) -> None:
-    how = How(attempts=2, pause_s=0.0, unverified=True)
+    how = FetchOptions(attempts=2, pause_s=0.0, unverified=True)
     with pytest.raises(FetchError, match=r"config.json: wrong size"):
         fetcher.fetch(Wanted("s3://b/m"), tmp_path, TooLong, how, print)
     assert names(tmp_path) == {manifest.PARTIAL}

@@ -12,7 +12,7 @@ from model_stores import BUCKET, Contents, proxying, serving
 
 from baton.engine.facts.fingerprint import check_sums, fingerprint
 from baton.models.fetch import digest, fetcher
-from baton.models.fetch.fetcher import How
+from baton.models.fetch.fetcher import FetchOptions
 from baton.models.fetch.store import FetchError, Wanted
 from baton.models.fetch.stores import connect
 
@@ -119,7 +119,7 @@ def test_an_object_that_changes_while_others_are_fetched_is_fetched_again(bucket
         bucket.said.append(line)
         small.files["config.json"] = b'{"of": "the next version"}'
 
-    how = How(attempts=3, pause_s=0.0)
+    how = FetchOptions(attempts=3, pause_s=0.0)
     fetcher.fetch(bucket.wanted, bucket.folder, lambda: connect(bucket.wanted, 0.5, ""), how, replaced)
     assert any("changed while it was fetched" in line for line in bucket.said)
     assert (bucket.folder / "config.json").read_bytes() == small.files["config.json"]

@@ -25,7 +25,7 @@ from baton.models.make_small import make
 from baton.models.quantise import formats, methods, shards
 from baton.models.quantise.awq import scaling
 from baton.models.quantise.gptq import DAMPING, gptq
-from baton.models.quantise.inputs import Inputs
+from baton.models.quantise.inputs import InputSums
 from baton.models.quantise.methods import METHODS
 from baton.models.quantise.rounding import Rounded, fit, nearest
 from baton.models.quantise.sites import scale_columns, sites
@@ -72,12 +72,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def inputs() -> Inputs:
+def inputs() -> InputSums:
     """Neighbouring columns are alike, and some are much larger than others."""
     rng = torch.Generator().manual_seed(1)
     rows = torch.randn(400, 64, generator=rng)
     rows = (rows + 2 * rows[:, :1] + rows.roll(1, 1)) * torch.logspace(-1, 1, 64)[torch.randperm(64, generator=rng)]
-    found = Inputs.none(64)
+    found = InputSums.none(64)
     for part in rows.split(150):
         found.add(part, 100)
     return found
@@ -101,9 +101,9 @@ def made(model: Path, out: Path, name: str, group: int | None = None) -> Done:
 # Methods
 
 
-def test_inputs_tell_how_far_outputs_are_apart(inputs: Inputs, w: Tensor) -> None:
+def test_inputs_tell_how_far_outputs_are_apart(inputs: InputSums, w: Tensor) -> None:
     rows = torch.randn(50, 64)
-    found = Inputs.none(64)
+    found = InputSums.none(64)
     for part in rows.split(20):
         found.add(part, 100)
     wrong = w / 7
@@ -112,7 +112,7 @@ def test_inputs_tell_how_far_outputs_are_apart(inputs: Inputs, w: Tensor) -> Non
     assert len(inputs.sample) <= 256 and inputs.count == 400
 
 
-def test_gptq_makes_the_best_of_every_column_by_the_definition(inputs: Inputs, w: Tensor) -> None:
+def test_gptq_makes_the_best_of_every_column_by_the_definition(inputs: InputSums, w: Tensor) -> None:
     """Column by column, with the whole problem solved anew each time: the later columns are what makes the error least."""
     hessian = inputs.hessian.double() + torch.eye(64).double() * DAMPING * inputs.hessian.diagonal().mean()
     left = w.double().clone()
@@ -130,13 +130,13 @@ def test_gptq_makes_the_best_of_every_column_by_the_definition(inputs: Inputs, w
 
 
 @pytest.mark.parametrize("block", [24, 64, 128])  # groups end within blocks, and reach beyond them
-def test_gptq_does_not_depend_on_its_blocks(block: int, inputs: Inputs, w: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gptq_does_not_depend_on_its_blocks(block: int, inputs: InputSums, w: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     whole_ = gptq(w, inputs, 4, 32)
     monkeypatch.setattr("baton.models.quantise.gptq.BLOCK", block)
     assert (gptq(w, inputs, 4, 32).numbers == whole_.numbers).float().mean() > 0.99
 
 
-def test_gptq_and_awq_are_nearer_to_the_outputs_than_rounding(inputs: Inputs, w: Tensor) -> None:
+def test_gptq_and_awq_are_nearer_to_the_outputs_than_rounding(inputs: InputSums, w: Tensor) -> None:
     by_itself = {symmetric: inputs.error(nearest(w, 4, 32, symmetric).worth() - w) for symmetric in (True, False)}
     assert inputs.error(gptq(w, inputs, 4, 32).worth() - w) < 0.5 * by_itself[True]
     s = scaling([w], inputs, (1, 1), 4, 32)
@@ -144,7 +144,7 @@ def test_gptq_and_awq_are_nearer_to_the_outputs_than_rounding(inputs: Inputs, w:
 
 
 def test_gptq_takes_columns_that_are_never_used_or_all_alike(w: Tensor) -> None:
-    alike = Inputs.none(64)
+    alike = InputSums.none(64)
     alike.add(torch.randn(30, 1) * torch.ones(64) * (torch.arange(64) > 7), 10)
     assert gptq(w, alike, 4, 32).worth().isfinite().all()
     alike.hessian[0, 0] = torch.nan
@@ -155,7 +155,7 @@ def test_gptq_takes_columns_that_are_never_used_or_all_alike(w: Tensor) -> None:
 def test_smoothquant_evens_out_what_is_hard_to_round_and_nothing_else(w: Tensor) -> None:
     rows = torch.randn(200, 64, generator=torch.Generator().manual_seed(4))
     for outlier, better in ((1.0, 1.01), (100.0, 0.3)):
-        met = Inputs.none(64)
+        met = InputSums.none(64)
         met.add(rows * torch.where(torch.arange(64) == 9, outlier, 1.0), 300)
         s = migration([w], met)
         method, x = METHODS["smoothquant"], met.sample

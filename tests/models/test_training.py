@@ -16,10 +16,10 @@ from baton.models.train import training
 from baton.models.train.__main__ import export, export_head
 from baton.models.train.batches import OTHERS_WEIGHT, collate, round_batches
 from baton.models.train.corpus import SPECIAL
-from baton.models.train.head import Head, head_loss, new_head
+from baton.models.train.head import TrainedHead, head_loss, new_head
 from baton.models.train.recipe import CONTEXT, HEAD, RECIPES, TALE, Recipe, Stage
 from baton.models.train.tokenizer import train_tokenizer
-from baton.models.train.training import Run, new_model, rate, read_run, train
+from baton.models.train.training import TrainingProgress, new_model, rate, read_run, train
 
 VOCAB = 400
 TINY = replace(TALE, name="tiny", shape=Shape(16, 32, 1, 2, 1, VOCAB, CONTEXT, tied=True))
@@ -42,10 +42,12 @@ def save_after_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.models.train.batches.ROUND_WORDS", 800)
 
 
-def run(tokenizer: Tokenizer, folder: Path, stop_at: int | None = None, stage: Stage = STAGE) -> tuple[dict[str, torch.Tensor], Run]:
-    seen: list[Run] = []
+def run(
+    tokenizer: Tokenizer, folder: Path, stop_at: int | None = None, stage: Stage = STAGE
+) -> tuple[dict[str, torch.Tensor], TrainingProgress]:
+    seen: list[TrainingProgress] = []
 
-    def on_round(now: Run) -> None:
+    def on_round(now: TrainingProgress) -> None:
         seen.append(now)
         if now.round == stop_at:
             raise Stopped
@@ -142,7 +144,7 @@ def test_a_head_is_trained_on_what_it_will_see_when_it_guesses() -> None:
     """In pass k, as if the last k - 1 hidden states were its own guesses, and those before the model's."""
     torch.manual_seed(1)
     model: Any = new_model(TINY)
-    head, length = Head(model, 24), 7
+    head, length = TrainedHead(model, 24), 7
     embedded, true = torch.randn(2, length, 16), torch.randn(2, length, 16)
     turns = model.model.rotary_emb(true, torch.arange(length)[None])
     before, earlier, made = true, list[tuple[torch.Tensor, torch.Tensor]](), [true]
@@ -159,7 +161,7 @@ def test_a_head_is_trained_on_what_it_will_see_when_it_guesses() -> None:
 
 
 def test_a_head_learns_and_is_exported_with_the_names_of_a_layer_after_the_last(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    seen: list[Run] = []
+    seen: list[TrainingProgress] = []
     teacher: Any = new_model(TINY)
     teacher.model.embed_tokens.weight.data *= 20  # so that it is sure of something
     head = new_head(replace(HEAD, inner=24), teacher)

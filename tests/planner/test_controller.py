@@ -17,7 +17,7 @@ from baton.cluster.records import Pools
 from baton.cluster.registry import RegistryUnavailable
 from baton.planner.capacity import Model
 from baton.planner.controller import Controller
-from baton.planner.demand import Interval, Load
+from baton.planner.demand import Interval, LoadForecast
 from baton.planner.meter import Meter
 from baton.planner.records import decode
 from baton.planner.rehearsal import SimulatedDoors
@@ -143,7 +143,7 @@ def test_a_burst_of_long_prompts_is_seen_before_its_first_token() -> None:
     assert sum(each.prompt_tokens for each in seen) == 3 * 20_000 + 2 * 64 and sum(each.prompts for each in seen) == 5
     assert sum(each.completed for each in seen) == 2
     assert 2 * 20_000 <= sum(each.uncached_tokens for each in seen) - 2 * 64 < 2 * 20_000 + 64
-    load = Load(1)
+    load = LoadForecast(1)
     load.add(seen)
     assert load.demand.prompt > 10_000, "the mean of a request, from now on"
 

@@ -11,17 +11,17 @@ from planned_world import CHAT, EVERY_S, MODEL, RULES, World, heavy
 from baton.cluster.records import Pools
 from baton.planner import decide as deciding
 from baton.planner import planner as planning
-from baton.planner.capacity import Sizes
-from baton.planner.change import Change, Flip, Resize, State
+from baton.planner.capacity import PoolSizes
+from baton.planner.change import Change, ChangeState, Flip, Resize
 from baton.planner.demand import Demand
-from baton.planner.memory import Memory, Rules
+from baton.planner.memory import Memory, PlannerRules
 from baton.planner.planner import Planner
 
 SEEDS = range(2)
 FEW = settings(max_examples=12, deadline=None)
 
 
-def planner(rules: Rules = RULES) -> Planner:
+def planner(rules: PlannerRules = RULES) -> Planner:
     return Planner(MODEL, rules, EVERY_S)
 
 
@@ -41,7 +41,7 @@ worlds = st.builds(
     st.builds(
         lambda flips, least, cold_s, spares: planner(replace(RULES, flips=flips, least=least, cold_s=cold_s, spares=spares)),
         st.booleans(),
-        st.builds(Sizes, st.integers(0, 2), st.integers(1, 2)),
+        st.builds(PoolSizes, st.integers(0, 2), st.integers(1, 2)),
         st.sampled_from([5.0, 20.0]),
         st.integers(0, 2),
     ),
@@ -73,7 +73,7 @@ def test_a_cluster_that_nobody_asks_goes_to_its_floor(world: World) -> None:
     world.demand = lambda now: replace(CHAT, rate=0.0)
     world.run(1500)
     rules = world.planner.rules
-    kept = Sizes(rules.least.prefill + (rules.spares if rules.least.prefill else 0), rules.least.decode + rules.spares)
+    kept = PoolSizes(rules.least.prefill + (rules.spares if rules.least.prefill else 0), rules.least.decode + rules.spares)
     assert world.sizes[-1] == kept and world.alive == kept.total and not world.broken
 
 
@@ -89,7 +89,7 @@ def test_a_spent_budget_goes_to_the_role_that_needs_it(monkeypatch: pytest.Monke
     assert world().sizes[-1].decode == 2
 
 
-def shifting(rules: Rules, seed: int, **more: object) -> World:
+def shifting(rules: PlannerRules, seed: int, **more: object) -> World:
     """Needs all of the budget, in one role and then in the other."""
     return World(planner(rules), steps(heavy("prefill", 20.0), heavy("decode", 20.0)), Pools(4, 4), 0.1, seed, **more)  # type: ignore[arg-type]
 
@@ -99,7 +99,7 @@ def test_the_budget_counts_those_that_drain(monkeypatch: pytest.MonkeyPatch) -> 
     rules = replace(RULES, flips=False, cooldown_s=5.0, hold_s=10.0)
     assert not any(shifting(rules, seed, drain_s=40.0).run(800).broken for seed in SEEDS)
 
-    def mutated(action: object, seen: object, rules: Rules) -> str:
+    def mutated(action: object, seen: object, rules: PlannerRules) -> str:
         return "" if not isinstance(action, Resize) or action.pools.prefill + action.pools.decode <= rules.budget else "no"
 
     monkeypatch.setattr(deciding, "_over_budget", mutated)
@@ -158,10 +158,10 @@ def test_a_spare_serves_while_others_start() -> None:
 
 
 def test_spares_are_within_the_budget_and_no_role_waits_for_one() -> None:
-    rules = replace(RULES, spares=2, most=Sizes(4, 8))
+    rules = replace(RULES, spares=2, most=PoolSizes(4, 8))
     for need, kept in (((1, 1), (3, 3)), ((3, 1), (4, 3)), ((2, 4), (3, 5)), ((4, 4), (4, 4)), ((0, 2), (0, 4))):
-        assert deciding.with_spares(Sizes(*need), rules) == Sizes(*kept)
-    assert deciding.with_spares(Sizes(2, 1), replace(rules, costs=(2.0, 1.0))) == Sizes(3, 2), "by what a worker costs"
+        assert deciding.with_spares(PoolSizes(*need), rules) == PoolSizes(*kept)
+    assert deciding.with_spares(PoolSizes(2, 1), replace(rules, costs=(2.0, 1.0))) == PoolSizes(3, 2), "by what a worker costs"
     world = World(
         planner(replace(rules, most=RULES.most)), steps(heavy("prefill", 30.0), heavy("decode", 20.0), every_s=300.0), Pools(2, 2)
     )
@@ -209,18 +209,18 @@ def test_without_a_timeout_pending_capacity_holds_the_plan(monkeypatch: pytest.M
         memory, decision, replace(rules, start_timeout_s=1e9), now))  # fmt: skip
     held = world()
     growths = [action for _, action in held.actions if isinstance(action, Resize)]
-    assert len(growths) == 1 and held.planner.memory.change is not None and held.planner.memory.change.state is State.ACTING
+    assert len(growths) == 1 and held.planner.memory.change is not None and held.planner.memory.change.state is ChangeState.ACTING
     assert any("the decode pool waits" in line for line in held.broken)
 
 
 @pytest.mark.parametrize("least", [1, 0])
 def test_an_idle_pool_goes_to_its_floor_and_comes_back(least: int) -> None:
-    rules = replace(RULES, least=Sizes(least, 1))
+    rules = replace(RULES, least=PoolSizes(least, 1))
     world = World(planner(rules), lambda now: replace(CHAT, rate=0.0) if 400 < now < 1200 else heavy("prefill", 12.0), Pools(2, 2))
     world.run(400)
     assert world.sizes[-1].total >= 5
     world.run(800)
-    assert world.sizes[-1] == Sizes(least, 1)
+    assert world.sizes[-1] == PoolSizes(least, 1)
     world.run(300)
     assert world.sizes[-1].total >= 5 and not world.broken
 
@@ -229,11 +229,11 @@ def test_a_floor_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the floor."""
 
     def world() -> World:
-        return World(planner(replace(RULES, least=Sizes(2, 2))), lambda now: replace(CHAT, rate=0.0), Pools(3, 3)).run(600)
+        return World(planner(replace(RULES, least=PoolSizes(2, 2))), lambda now: replace(CHAT, rate=0.0), Pools(3, 3)).run(600)
 
-    assert world().sizes[-1] == Sizes(2, 2)
+    assert world().sizes[-1] == PoolSizes(2, 2)
     monkeypatch.setattr(deciding, "_out_of_bounds", lambda *args: "")
-    monkeypatch.setattr(deciding, "needed", lambda *args: Sizes(0, 1))
+    monkeypatch.setattr(deciding, "needed", lambda *args: PoolSizes(0, 1))
     assert world().sizes[-1].total < 4
 
 
@@ -370,9 +370,9 @@ def test_workers_that_somebody_asked_for_are_not_asked_for_again() -> None:
 
 def test_a_note_of_a_change_is_read_as_it_was_written() -> None:
     for action in (Resize(Pools(2, 4), Pools(2, 2)), Flip("decode-0", "prefill", "decode")):
-        change = Change(7, action, Sizes(3, 4), deadline=100.0, began=20.0, state=State.ACTING)
+        change = Change(7, action, PoolSizes(3, 4), deadline=100.0, began=20.0, state=ChangeState.ACTING)
         again = Change.of_note(change.noted(40.0), 1000.0)
-        assert (again.number, again.action, again.sizes, again.state) == (7, action, Sizes(3, 4), State.ACTING)
+        assert (again.number, again.action, again.sizes, again.state) == (7, action, PoolSizes(3, 4), ChangeState.ACTING)
         assert (again.deadline, again.began) == (1060.0, 980.0), "on the clock of who reads it"
     for wrong in (b"", b"{}", b"null", change.noted(40.0).replace(b"decode-0", b"").replace(b'"to"', b'"two"')):
         with pytest.raises(ValueError, match="no note of a change"):

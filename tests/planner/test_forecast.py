@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.planner import forecast
-from baton.planner.demand import Demand, Interval, Load
+from baton.planner.demand import Demand, Interval, LoadForecast
 from baton.planner.forecast import ENOUGH, LAST, MOST_MISSING, Forecaster, Sum, steady
 
 
@@ -87,7 +87,7 @@ def test_a_long_gap_forgets_everything() -> None:
 
 
 def test_lengths_follow_the_last_intervals_and_refused_requests_count() -> None:
-    load = Load(1)
+    load = LoadForecast(1)
     load.add([Interval(1, 5.0, arrived=50, prompts=50, prompt_tokens=5000, uncached_tokens=4000, completed=50, completed_tokens=500)])
     assert load.demand == Demand(10.0, 100.0, 80.0, 10.0)
     full = Interval(2, 5.0, arrived=100, prompts=50, prompt_tokens=50_000, uncached_tokens=50_000, completed=50, completed_tokens=500)
@@ -123,7 +123,7 @@ def test_chance_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
         return sum(abs(steady(sums(counts), events=True).mean - 2.0) for counts in runs)
 
     assert off() < 0.5 * noise
-    load = Load(1)
+    load = LoadForecast(1)
     load.add([Interval(number, 10.0, arrived=count) for number, count in enumerate(runs[0])])
     assert load.forecast.by == "steady" and load.demand.rate == steady(sums(runs[0]), events=True).mean
     monkeypatch.setattr(forecast, "CHANCE", 0.0)  # negative control: every difference is a change

@@ -7,7 +7,7 @@ from planned_world import CHAT, EVERY_S, MODEL, RULES, World
 
 from baton.cluster.records import Pools
 from baton.planner import learning
-from baton.planner.capacity import Model, Sizes
+from baton.planner.capacity import Model, PoolSizes
 from baton.planner.change import Seen
 from baton.planner.demand import Interval
 from baton.planner.learning import MISSING, learn
@@ -43,7 +43,7 @@ def test_a_pressure_that_helps_stays_and_one_that_does_not_is_taken_back() -> No
 
 
 def test_misses_that_no_worker_cures_do_not_buy_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sizes(hopeless: float) -> Sizes:
+    def sizes(hopeless: float) -> PoolSizes:
         return World(Planner(MODEL, RULES, EVERY_S), lambda now: CHAT, Pools(1, 1), hopeless=hopeless).run(2500).sizes[-1]
 
     assert sizes(0.2).total <= sizes(0.0).total + 1
@@ -62,7 +62,7 @@ def test_what_was_learned_of_a_reach_is_forgotten() -> None:
 def test_requests_that_came_before_a_change_teach_nothing() -> None:
     """Answers of 1,000 tokens take 20 s or so: those that end 15 s after a change came before it."""
     slow = replace(CHAT, output=1000.0, rate=2.0)
-    stay_s = MODEL.stay_s(Sizes(2, 2), slow)
+    stay_s = MODEL.stay_s(PoolSizes(2, 2), slow)
     assert 5 < stay_s < 60
 
     def misses(now: float) -> tuple[float, ...]:

@@ -12,9 +12,9 @@ from baton.cluster.config import Config
 from baton.engine import defaults
 from baton.plan import pools
 from baton.plan.hardware import DEVICES
-from baton.plan.pools import Kind, sized
+from baton.plan.pools import WorkerKind, sized
 from baton.plan.shape import KNOWN
-from baton.predict.measure import QUICK, Measured, Rows, Unlike, profile_of
+from baton.predict.measure import QUICK, Measurements, Rows, Unlike, profile_of
 from baton.predict.predict import Offer, doubts, interval, predict, run
 from baton.predict.report import offer_of
 from baton.predict.setting import setting_of
@@ -134,7 +134,7 @@ def test_a_worker_of_a_sheet_has_the_sizes_that_it_would_choose(tmp_path: Path) 
     chosen = (pools.MOST_SEQUENCES, pools.CHUNK, pools.SMALL_CHUNK, pools.LARGE)
     assert chosen == (defaults.GPU_SEQUENCES, defaults.LARGE_STEP, defaults.SMALL_STEP, defaults.LARGE), "as an engine chooses them"
     with pytest.raises(ValueError, match="no room for KV"):
-        sized(PROFILE, Kind(replace(DEVICES["a10"], memory=17e9)), KNOWN["llama-3.1-8b"])
+        sized(PROFILE, WorkerKind(replace(DEVICES["a10"], memory=17e9)), KNOWN["llama-3.1-8b"])
 
 
 def test_batches_form_as_the_engine_is_configured() -> None:
@@ -160,7 +160,9 @@ def test_a_large_cluster_has_the_figures_of_one_that_is_simulated_step_by_step()
 
 def test_the_fits_find_what_made_the_measurements() -> None:
     """From times that the models themselves make, as `measure` collects them."""
-    found = Measured(facts={"kv_blocks": 100}, prompts=[(0.08, 0.1), (0.09, 0.1)], paces=[(0.004, 0.0053), (0.004, 0.0041)], starts=[2.0])
+    found = Measurements(
+        facts={"kv_blocks": 100}, prompts=[(0.08, 0.1), (0.09, 0.1)], paces=[(0.004, 0.0053), (0.004, 0.0041)], starts=[2.0]
+    )
     found.unlike = [Unlike(0.125, 0.0053, 20), Unlike(0.08, 0.003, 20)]
     costs: Rows = [({"request": float(r), "token": float(t)}, 1e-3 * r + 1e-4 * t) for r, t in ((20, 40), (20, 800), (9, 9))]
     found.rows = {"step": found_rows(), "router": [*costs], "worker": [*costs], "client": [*costs]}

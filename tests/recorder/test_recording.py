@@ -11,7 +11,7 @@ import pytest
 
 from baton.cluster.config import Config
 from baton.recorder.recorder import KEPT, SECRET_BYTES, Recorder, digest_of
-from baton.recorder.recording import BadRecording, Source, read
+from baton.recorder.recording import BadRecording, TapeSource, read
 from baton.recorder.tape import Tape
 
 KEY = "a-cluster-key-of-some-length"
@@ -35,7 +35,7 @@ def recorder(folder: Path, minutes: float = 5.0, name: str = "router-0") -> Reco
     thing = Sum()
     tape = Tape("sums", 60.0, 1 << 20, lambda: 0.0, lambda: (thing.total, 8))
     tape.follow("sum", thing, ["add"])
-    made.sources.append(Source(tape, {}))
+    made.sources.append(TapeSource(tape, {}))
     made.requests = lambda: [{"request_id": "r1", "prompt_tokens": 5}]
     for amount in (1, 2, 3):
         thing.add(amount)

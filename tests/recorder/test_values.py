@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.recorder.frozen import Chain, Freezer
-from baton.recorder.values import Reader, Unreadable, Writer, classes
+from baton.recorder.values import Unreadable, ValueReader, ValueWriter, classes
 
 
 class Colour(Enum):
@@ -42,8 +42,8 @@ KNOWN = classes([__name__])
 
 
 def back(value: Any, **how: Any) -> Any:
-    text = json.dumps(Writer(**how).write(Freezer().take(value)), allow_nan=False)
-    return Reader(KNOWN).read(json.loads(text))
+    text = json.dumps(ValueWriter(**how).write(Freezer().take(value)), allow_nan=False)
+    return ValueReader(KNOWN).read(json.loads(text))
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_a_count_goes_on_and_a_chain_is_written_once() -> None:
     next(numbers)
     assert next(back(numbers)) == 6 and next(numbers) == 6
     chain = Chain((b"a" * 16, b"b" * 16))
-    text = json.dumps(Writer(rename=lambda key: key[::-1]).write([chain, chain]))
-    assert text.count((b"a" * 16).hex()) == 1 and Reader(KNOWN).read(json.loads(text)) == [list(chain.keys)] * 2
+    text = json.dumps(ValueWriter(rename=lambda key: key[::-1]).write([chain, chain]))
+    assert text.count((b"a" * 16).hex()) == 1 and ValueReader(KNOWN).read(json.loads(text)) == [list(chain.keys)] * 2
 
 
 def test_a_copy_does_not_change_with_its_object() -> None:
@@ -83,23 +83,23 @@ def test_a_copy_does_not_change_with_its_object() -> None:
     frozen = Freezer().take(node)
     node.values[0]["a"] = 3
     node.values.append({})
-    assert Reader(KNOWN).read(json.loads(json.dumps(Writer().write(frozen)))).values == [{"a": 1}, {"b": 2}]
+    assert ValueReader(KNOWN).read(json.loads(json.dumps(ValueWriter().write(frozen)))).values == [{"a": 1}, {"b": 2}]
 
 
 def test_a_file_makes_no_object_of_another_class() -> None:
     for name in ("os:system", "pathlib:Path", "builtins:eval", "baton.cluster.config:Config"):
         with pytest.raises(Unreadable, match="is no class of deciding code"):
-            Reader(KNOWN).read({"c": name, "v": {}})
+            ValueReader(KNOWN).read({"c": name, "v": {}})
 
 
 @pytest.mark.parametrize("value", [{"q": 1}, {"e": "x"}, {"r": 9}, {"b": "zz"}, {"t": 3}, {"?": 1}, {"c": [], "v": {}}, {}])
 def test_what_nobody_wrote_is_refused(value: Any) -> None:
     with pytest.raises(Unreadable):
-        Reader(KNOWN).read(value)
+        ValueReader(KNOWN).read(value)
 
 
 def test_what_has_no_form_is_refused() -> None:
     with pytest.raises(TypeError, match="iterator"):
         Freezer().take(iter(()))
     with pytest.raises(TypeError, match="Node"):
-        Writer().write(Node())
+        ValueWriter().write(Node())

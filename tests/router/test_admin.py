@@ -33,14 +33,14 @@ from baton.simulate.memory_registry import MemoryRegistry
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.door import PAGE_KEYS, Probed, Residue, WorkerDoor
-from baton.worker.identity import Identity
+from baton.worker.identity import WorkerIdentity
 from baton.worker.role import Mounts
 from router.admin import AdminDoor, Own
 from router.admission import Admission
 from router.clients import GrpcWorkers
 from router.journal import Journal
 from router.live import Live
-from router.peers import Peers
+from router.peers import PeerRouters
 from router.request import Failure, Request
 from router.view import ClusterView
 from router.watch import Watch, outside_of
@@ -103,7 +103,7 @@ async def administered(house: House, registry: MemoryRegistry, name: str, config
     admission = Admission(4, 4)
     worker_server, admin_server = Server(Config(), 1 << 20), Server(Config(), 1 << 20)
     says = house.probe, house.describe, house.snapshot, lambda: Residue(1, 2, 3, 4), house.set_roles, house.bring
-    door = WorkerDoor(Identity("d0", 1, "model"), *says, Recorder(Config(), "d0", "decode"))
+    door = WorkerDoor(WorkerIdentity("d0", 1, "model"), *says, Recorder(Config(), "d0", "decode"))
     worker_pb2_grpc.add_WorkerServicer_to_server(door, worker_server.grpc)
     address = worker_server.bind(0)
     house.says = record("d0", address=address, load=BUSY)
@@ -112,7 +112,7 @@ async def administered(house: House, registry: MemoryRegistry, name: str, config
     watch.registry_reachable = True
     admin_address = admin_server.bind(0)
     own = RouterRecord(name, 1, os.getpid(), "host", {"grpc": "127.0.0.1:9", "admin": admin_address}, "toy")
-    peers = Peers(registry, name, Config())
+    peers = PeerRouters(registry, name, Config())
     live = Live(house.view, watch, admission, house.journal, peers, lambda: own)
     its = Own(lambda: own, Joining(Config()), Recorder(Config(), name, "router"))
     admin = AdminDoor(house.view, house.workers, watch, house.journal, live, peers, its)

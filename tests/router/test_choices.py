@@ -17,12 +17,12 @@ from baton.engine.core.toy import naive
 from router.best import Best
 from router.choices import relate, seeded, sibling
 from router.dispatch import Dispatcher
-from router.events import Finished, Piece, Pieces
+from router.events import Finished, Pieces, TextPiece
 from router.family import Family
 from router.merging import merge
 from router.request import Request, Stopwatch, Token, Tokens, Trace
 from router.uncached import Uncached
-from router.validate import Ask, AskSampling, Limits, check, resolve
+from router.validate import Ask, AskSampling, RequestLimits, check, resolve
 from router.view import ClusterView
 
 PROMPT = list(range(1, 41))
@@ -183,7 +183,7 @@ async def test_a_call_may_begin_for_one_that_no_longer_waits() -> None:
 
 def ended(choice: int, logprobs: list[float]) -> list[Pieces | Finished]:
     request = Request(f"r-{choice}", [0] * (2 + len(logprobs)), 2, PARAMS, "", 0.0, Trace(Stopwatch(lambda: 0.0)), choice=choice)
-    pieces = tuple(Piece(i, Token(i, logprob, ((i, logprob),)), "x") for i, logprob in enumerate(logprobs))
+    pieces = tuple(TextPiece(i, Token(i, logprob, ((i, logprob),)), "x") for i, logprob in enumerate(logprobs))
     return [Pieces(pieces), Finished(request, "stop", "", None)]
 
 
@@ -225,14 +225,14 @@ def test_why_the_prompt_was_computed_is_told_whichever_choices_are_the_best(told
     ],
 )
 def test_what_cannot_be_is_refused_by_field(ask: Ask, field: str) -> None:
-    limits = Limits(max_choices=8, max_answer_tokens=100)
+    limits = RequestLimits(max_choices=8, max_answer_tokens=100)
     with pytest.raises(BatonError) as caught:
         check(replace(ask, text="a"), limits, ("toy",), 257)
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
 def test_without_a_limit_of_its_own_an_answer_is_cut_to_what_all_may_have() -> None:
-    limits = Limits(max_choices=8, max_answer_tokens=100)
+    limits = RequestLimits(max_choices=8, max_answer_tokens=100)
     check(ask := Ask(text="a", n=4, sampling=AskSampling(default_max_tokens=1000)), limits, ("toy",), 257)
     assert resolve(ask, 1, 4096, 0, limits)[0].max_tokens == 25
     assert resolve(replace(ask, n=1), 1, 4096, 0, limits)[0].max_tokens == 1000

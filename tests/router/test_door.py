@@ -16,11 +16,11 @@ from baton.cluster.rpc import to_error
 from baton.v1 import generation_pb2 as pb
 from router.conversation import PLAIN, Aside, PastCall, Tool
 from router.door import to_ask, to_response
-from router.events import Piece, Pieces
+from router.events import Pieces, TextPiece
 from router.request import Token
 from router.tokenizer import Tokenizer
 from router.tools.delta import Arguments, CallBegin, Reasoning
-from router.validate import Context, Limits, check
+from router.validate import Context, RequestLimits, check
 
 ASK = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(logprobs=20))
 
@@ -79,7 +79,7 @@ def test_a_message_has_a_name_and_a_text_says_how_it_is_read() -> None:
 
 
 def test_lists_that_are_too_long_are_refused_without_being_copied_whole() -> None:
-    limits = Limits()
+    limits = RequestLimits()
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")] * 5000)
     bias = {i: 1.0 for i in range(5000)}
     many = pb.SamplingParams(logit_bias=bias, stop=["x"] * 5000, stop_token_ids=range(5000))
@@ -101,7 +101,7 @@ def test_ids_that_fill_the_context_are_counted_and_not_copied(count: int) -> Non
     assert ask.token_ids == ((7,) * count if count < 100 else range(count))
     if count >= 100:
         with pytest.raises(BatonError, match=f"{count} tokens") as caught:
-            check(ask, Limits(), (), 10, Context(100, None))
+            check(ask, RequestLimits(), (), 10, Context(100, None))
         assert caught.value.reason is Reason.CONTEXT_LENGTH
 
 
@@ -170,10 +170,10 @@ def test_a_chat_brings_tools_calls_and_results() -> None:
 def test_yesterdays_clients_ask_and_read_as_before() -> None:
     """A chat without the new fields is a plain one, and an answer to it has no field that they do not know."""
     assert to_ask(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="a")]))).setting is PLAIN
-    token = to_response(Pieces((Piece(0, Token(7), "a"),))).tokens.tokens[0]
+    token = to_response(Pieces((TextPiece(0, Token(7), "a"),))).tokens.tokens[0]
     assert {field.name for field, _ in token.ListFields()} == {"id", "text"}
     calls = (Reasoning("hm"), CallBegin(0, "add", "c"), Arguments(0, "{}"))
-    token = to_response(Pieces((Piece(0, Token(7), "a", calls),))).tokens.tokens[0]
+    token = to_response(Pieces((TextPiece(0, Token(7), "a", calls),))).tokens.tokens[0]
     assert token.reasoning == "hm" and [(part.id, part.name, part.arguments) for part in token.tool_calls] == [
         ("c", "add", ""),
         ("", "", "{}"),

@@ -17,7 +17,7 @@ from baton.cluster.telemetry import Tracer
 from baton.engine.core.sampling import SamplingParams
 from router.choices import sibling
 from router.curves import STEP_S
-from router.journal import Entry, Journal
+from router.journal import Journal, JournalEntry
 from router.request import Failure, Request, Stopwatch, Timed, Token, Trace
 from router.validate import MAX_REQUEST_ID
 
@@ -47,15 +47,15 @@ class Desk:
         self.book = Book("router", model="tale")
         self.journal = Journal(self.book, self.tracer, "tale", self.slo, self.keep, wall_clock=lambda: self.wall)
 
-    def open(self, name: str = "r", traceparent: str = "") -> Entry:
+    def open(self, name: str = "r", traceparent: str = "") -> JournalEntry:
         return self.journal.open("chat", name, traceparent, clock=self.clock)
 
-    def request(self, entry: Entry, name: str = "r", prompt: int = 4) -> Request:
+    def request(self, entry: JournalEntry, name: str = "r", prompt: int = 4) -> Request:
         params = SamplingParams(max_tokens=8, temperature=0.5, seed=(1 << 64) - 1)
         entry.request = Request(name, (SECRET * prompt)[:prompt], prompt, params, "salt", 2000.0, entry.trace)
         return entry.request
 
-    def serve(self, *steps: "tuple[str, str, float, int]", name: str = "r", traceparent: str = "", finish: str = "length") -> Entry:
+    def serve(self, *steps: "tuple[str, str, float, int]", name: str = "r", traceparent: str = "", finish: str = "length") -> JournalEntry:
         """Each step: stage, worker, seconds, and the number of tokens, which come evenly spaced during the step."""
         with self.open(name, traceparent) as entry:
             request = self.request(entry, name)

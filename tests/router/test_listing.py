@@ -9,12 +9,12 @@ from baton.cluster.errors import BatonError, Reason
 from router.journal import Record
 from router.listing import MOST_LISTED, VALUES, Query, choose
 from router.request import Failure, Lap, Stopwatch, Trace
-from router.slo import Times
+from router.slo import RequestTimes
 
 
 def record(name: str, at: float = 0.0, outcome: str = "ok", tokens: int = 1, ttft: float | None = 0.5, **stages: float) -> Record:
     spent = {"queue": 0.0, "prefill": 0.0, "transfer": 0.0, "decode": 0.0, **stages}
-    times = Times(spent, sum(spent.values()), ttft)
+    times = RequestTimes(spent, sum(spent.values()), ttft)
     return Record(name, at, outcome, "stop", 3, tokens, times, Trace(Stopwatch(lambda: 0.0)), "", None)
 
 

@@ -21,11 +21,11 @@ from baton.engine.core.sampling import SamplingParams
 from baton.simulate.memory_registry import MemoryRegistry
 from baton.v1 import worker_pb2
 from router.admission import Admission
-from router.journal import Entry, Journal
+from router.journal import Journal, JournalEntry
 from router.listing import Query
 from router.live import GONE_S, MAX_RECENT, MAX_REQUESTS, MAX_WORKERS, Live, merge_looks
 from router.members import ABSENT_S
-from router.peers import Peers
+from router.peers import PeerRouters
 from router.plans import Plans
 from router.request import Request, Token
 from router.view import ClusterView
@@ -55,7 +55,7 @@ class House:
         self.view = ClusterView({MODEL: TOKENIZER})
         self.watch = Watching()
         self.journal = Journal(Book("router", model="toy"), Tracer(), "toy", self.slo, self.keep, wall_clock=lambda: self.now)
-        self.peers = Peers(MemoryRegistry(), "router-0", Config())
+        self.peers = PeerRouters(MemoryRegistry(), "router-0", Config())
         own = RouterRecord("router-0", 1, 1, "host", {"admin": "127.0.0.1:9"}, "toy")
         self.live = Live(
             self.view, self.watch, Admission(4, 4), self.journal, self.peers, lambda: own,  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ class House:
     async def states(self, after: float = 1.0) -> dict[str, str]:
         return {worker["name"]: worker["state"] for worker in (await self.look(after))["workers"]}
 
-    def open(self, name: str = "r") -> Entry:
+    def open(self, name: str = "r") -> JournalEntry:
         entry = self.journal.open("chat", name, clock=lambda: self.now)
         entry.request = Request(name, [1, 2, 3], 3, SamplingParams(max_tokens=9), "", 1e9, entry.trace)
         return entry
@@ -300,7 +300,7 @@ async def test_a_request_that_misses_its_objective_is_not_goodput() -> None:
 
 async def test_the_number_of_listed_requests_is_limited() -> None:
     house = House()
-    entries: Iterable[Entry] = [house.open(f"r{i}") for i in range(MAX_REQUESTS + 5)]
+    entries: Iterable[JournalEntry] = [house.open(f"r{i}") for i in range(MAX_REQUESTS + 5)]
     for entry in entries:
         entry.__enter__()
     assert len((await house.look())["requests"]) == MAX_REQUESTS

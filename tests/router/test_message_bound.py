@@ -12,9 +12,9 @@ from baton.cluster.rpc import Context, Server, to_error
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.message_bound import _FIELDS, MAX_FIELDS, UNCOUNTED_BYTES, _count, check_fields
-from router.validate import Limits
+from router.validate import RequestLimits
 
-LIMITS = Limits()
+LIMITS = RequestLimits()
 LARGEST = pb.GenerateRequest(
     request_id="r" * 128,
     model="m",

@@ -15,8 +15,8 @@ from baton.cluster.telemetry import Tracer
 from baton.engine.core.sampling import SamplingParams
 from router.admission import Admission
 from router.gate import Gate
-from router.journal import Entry, Journal
-from router.predictions import FORGOTTEN_S, INTERVAL_S, LAST, LEARNED, LEAST, Line, Of, Prediction, Predictions
+from router.journal import Journal, JournalEntry
+from router.predictions import FORGOTTEN_S, INTERVAL_S, LAST, LEARNED, LEAST, CheckedPrediction, CostLine, Of, Predictions
 from router.request import Request
 from router.validate import Ask
 from router.view import ClusterView
@@ -28,7 +28,7 @@ def test_the_table_of_metrics_knows_every_prediction() -> None:
     assert get_args(Of) == PREDICTIONS and "of" in BY_NAME["baton_router_prediction_ratio"].labels
 
 
-def noted(predict: Callable[[], Prediction], intervals: int, known: Predictions | None = None, start: int = 0) -> Predictions:
+def noted(predict: Callable[[], CheckedPrediction], intervals: int, known: Predictions | None = None, start: int = 0) -> Predictions:
     known = known or Predictions()
     for interval in range(start, start + intervals):
         for number in range(20):
@@ -39,13 +39,13 @@ def noted(predict: Callable[[], Prediction], intervals: int, known: Predictions 
 @pytest.mark.parametrize(
     ("prediction", "told"),
     [
-        (Prediction("cached", 1600, 0), "prompts find 1% of the cached tokens that are expected"),
-        (Prediction("wait", 0.1, 1.0), "requests wait 9.6 times as long as the gate expects"),
-        (Prediction("wait", 1.0, 0.1), "requests wait 10% of the time that the gate expects"),
-        (Prediction("first token", 0.1, 0.4), "first tokens take 3.9 times as long as is expected"),
+        (CheckedPrediction("cached", 1600, 0), "prompts find 1% of the cached tokens that are expected"),
+        (CheckedPrediction("wait", 0.1, 1.0), "requests wait 9.6 times as long as the gate expects"),
+        (CheckedPrediction("wait", 1.0, 0.1), "requests wait 10% of the time that the gate expects"),
+        (CheckedPrediction("first token", 0.1, 0.4), "first tokens take 3.9 times as long as is expected"),
     ],
 )
-def test_one_that_is_always_wrong_is_told_after_a_minute_until_nothing_comes(prediction: Prediction, told: str) -> None:
+def test_one_that_is_always_wrong_is_told_after_a_minute_until_nothing_comes(prediction: CheckedPrediction, told: str) -> None:
     assert noted(lambda: prediction, LEAST - 1).judge(LEAST * INTERVAL_S) == ""
     known = noted(lambda: prediction, LEAST)
     assert told in known.judge(LEAST * INTERVAL_S)
@@ -54,19 +54,19 @@ def test_one_that_is_always_wrong_is_told_after_a_minute_until_nothing_comes(pre
 
 def test_many_requests_of_one_moment_are_one_finding() -> None:
     known = Predictions()
-    known.note([Prediction("wait", 0.1, 1.0)] * 1000, 5.0)
+    known.note([CheckedPrediction("wait", 0.1, 1.0)] * 1000, 5.0)
     assert known.judge(5.0) == "" and known.biases(5.0) == {}
 
 
 @pytest.mark.parametrize(
     "predict",
     [
-        lambda: Prediction("cached", 32768, 0 if DRAW.random() < 0.1 else 32768),  # most is delivered
-        lambda: Prediction("first token", 1.0, 2.0 ** DRAW.uniform(-2, 1.5)),
-        lambda: Prediction("wait", 0.0, DRAW.uniform(0, 0.004)),  # a few milliseconds are no error
+        lambda: CheckedPrediction("cached", 32768, 0 if DRAW.random() < 0.1 else 32768),  # most is delivered
+        lambda: CheckedPrediction("first token", 1.0, 2.0 ** DRAW.uniform(-2, 1.5)),
+        lambda: CheckedPrediction("wait", 0.0, DRAW.uniform(0, 0.004)),  # a few milliseconds are no error
     ],
 )
-def test_errors_that_are_not_always_there_are_no_drift(predict: Callable[[], Prediction]) -> None:
+def test_errors_that_are_not_always_there_are_no_drift(predict: Callable[[], CheckedPrediction]) -> None:
     known = Predictions()
     for interval in range(200):
         noted(predict, 1, known, interval)
@@ -74,24 +74,24 @@ def test_errors_that_are_not_always_there_are_no_drift(predict: Callable[[], Pre
 
 
 def test_an_alarm_ends_when_predictions_come_true_again_and_does_not_flap() -> None:
-    known = noted(lambda: Prediction("wait", 0.1, 1.0), LAST)
+    known = noted(lambda: CheckedPrediction("wait", 0.1, 1.0), LAST)
     assert known.judge(LAST * INTERVAL_S)
     told = []
     for interval in range(LAST, 2 * LAST):
-        noted(lambda: Prediction("wait", 1.0, 1.0), 1, known, interval)
+        noted(lambda: CheckedPrediction("wait", 1.0, 1.0), 1, known, interval)
         told.append(bool(known.judge((interval + 1) * INTERVAL_S)))
     assert told[0] and not told[-1] and sorted(told, reverse=True) == told
-    near = noted(lambda: Prediction("wait", 1.0, 1.7), LAST)
+    near = noted(lambda: CheckedPrediction("wait", 1.0, 1.7), LAST)
     assert not near.judge(LAST * INTERVAL_S), "below the limit"
-    noted(lambda: Prediction("wait", 1.0, 2.5), LAST, near, LAST)
+    noted(lambda: CheckedPrediction("wait", 1.0, 2.5), LAST, near, LAST)
     assert near.judge(2 * LAST * INTERVAL_S)
-    noted(lambda: Prediction("wait", 1.0, 1.7), LAST, near, 2 * LAST)
+    noted(lambda: CheckedPrediction("wait", 1.0, 1.7), LAST, near, 2 * LAST)
     assert near.judge(3 * LAST * INTERVAL_S), "and not yet again below the other"
 
 
 def test_a_line_knows_what_any_prompt_costs_besides_its_tokens() -> None:
     """Short and long ones: neither a time for each token nor one for each prompt fits both."""
-    line = Line()
+    line = CostLine()
     for number in range(2 * LEARNED):
         assert (line.expects(100.0) is None) == (number < LEARNED)
         cost = (50.0, 8000.0)[number % 2]
@@ -101,7 +101,7 @@ def test_a_line_knows_what_any_prompt_costs_besides_its_tokens() -> None:
 
 
 def test_a_line_that_knows_one_cost_and_one_that_falls_expect_the_mean() -> None:
-    one, falls = Line(), Line()
+    one, falls = CostLine(), CostLine()
     for number in range(LEARNED):
         one.note(100.0, 0.5, float(number))
         falls.note(float(number), 1.0 - number / 100, float(number))
@@ -111,13 +111,13 @@ def test_a_line_that_knows_one_cost_and_one_that_falls_expect_the_mean() -> None
 
 def test_a_change_of_pace_is_told_for_minutes_and_then_the_rule() -> None:
     """Ten prompts a second: a line that counted prompts instead of seconds would take the new pace for the rule at once."""
-    line, known, told = Line(), Predictions(), []
+    line, known, told = CostLine(), Predictions(), []
     for second in range(3 * 3600):
         for part in range(10):
             now = second + part / 10
             took = 0.1 if second < 1000 else 0.4
             if (expected := line.expects(100.0)) is not None:
-                known.note([Prediction("first token", expected, took)], now)
+                known.note([CheckedPrediction("first token", expected, took)], now)
             line.note(100.0, took, now)
         if second % 10 == 9:
             told.append(bool(known.judge(second + 1.0)))
@@ -133,7 +133,7 @@ class Waiting:
         self.admission, view = Admission(1, 50), ClusterView({"toy": "tokenizer"})
         self.door = Gate(self.admission, view.models["toy"], RouterConfig(queue_timeout_s=1000.0), {}, clock=lambda: self.now)
         self.journal = Journal(Book("router"), Tracer(), "toy", SloConfig(), keep=1)
-        self.end, self.entries = asyncio.Event(), list[Entry]()
+        self.end, self.entries = asyncio.Event(), list[JournalEntry]()
         self.admission.note_served(held_s=0.05, first_s=0.01, tokens=8)
 
     async def one(self, deadline: float = 1e9, priority: int = 0) -> None:
@@ -143,7 +143,7 @@ class Waiting:
                 await self.end.wait()
 
     @property
-    def predictions(self) -> list[list[Prediction]]:
+    def predictions(self) -> list[list[CheckedPrediction]]:
         return [entry.trace.predictions for entry in self.entries]
 
 
@@ -185,7 +185,7 @@ def test_the_journal_has_errors_as_a_histogram_and_tells_of_each_drift_once(capl
         nonlocal now
         now += INTERVAL_S
         with journal.open("text_completion", clock=lambda: 0.0) as entry:
-            entry.trace.predictions = [Prediction("first token", 0.1, came_s), Prediction("cached", 512, 512)]
+            entry.trace.predictions = [CheckedPrediction("first token", 0.1, came_s), CheckedPrediction("cached", 512, 512)]
             entry.request = Request("r", [1] * 600, 600, SamplingParams(max_tokens=1), "", 1.0, entry.trace)
             entry.finish = "length"
         journal.sample(0, 0, None)

@@ -6,7 +6,7 @@ import pytest
 
 from baton.cluster.errors import BatonError, Reason
 from router.resume import Receipt, prompt_digest, receipt_key
-from router.validate import MAX_REQUEST_ID, Limits
+from router.validate import MAX_REQUEST_ID, RequestLimits
 
 KEY = receipt_key("0123456789abcdef", bytes)
 PROMPT = prompt_digest([1, 2, 3])
@@ -99,4 +99,4 @@ def test_every_fact_changes_the_receipt() -> None:
 
 
 def test_the_longest_receipt_is_accepted_by_the_limits() -> None:
-    assert len(replace(RECEIPT, request_id="x" * MAX_REQUEST_ID).sealed(KEY)) <= Limits().max_resume
+    assert len(replace(RECEIPT, request_id="x" * MAX_REQUEST_ID).sealed(KEY)) <= RequestLimits().max_resume

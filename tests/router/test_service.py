@@ -26,8 +26,8 @@ from baton.stages import Stage
 from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.door import to_response
-from router.events import Accepted, Event, Finished, Piece, Pieces, parts
-from router.journal import Entry, Journal
+from router.events import Accepted, Event, Finished, Pieces, TextPiece, parts
+from router.journal import Journal, JournalEntry
 from router.rates import Unlimited
 from router.request import FinishReason, Request, Stopwatch, Token, Tokens
 from router.service import Draws, GenerateService, ModelText
@@ -119,11 +119,11 @@ class House:
 
 
 def text_of(events: list[Event]) -> str:
-    return "".join(part.text for event in events for part in parts(event) if isinstance(part, Piece | Finished))
+    return "".join(part.text for event in events for part in parts(event) if isinstance(part, TextPiece | Finished))
 
 
-def pieces_of(events: list[Event]) -> list[Piece]:
-    return [part for event in events for part in parts(event) if isinstance(part, Piece)]
+def pieces_of(events: list[Event]) -> list[TextPiece]:
+    return [part for event in events for part in parts(event) if isinstance(part, TextPiece)]
 
 
 def finished(events: list[Event]) -> Finished:
@@ -627,7 +627,7 @@ async def test_the_journal_distinguishes_chat_from_completion_and_gets_tracepare
     opened: list[tuple[str, ...]] = []
     real = house.journal.open
 
-    def note(operation: str, request_id: str, traceparent: str, tenant: str, tracestate: str) -> Entry:
+    def note(operation: str, request_id: str, traceparent: str, tenant: str, tracestate: str) -> JournalEntry:
         opened.append((operation, request_id, traceparent, tenant, tracestate))
         return real(operation, request_id, traceparent, tenant, tracestate=tracestate)
 

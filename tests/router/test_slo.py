@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from loadtest.record import Record
 from loadtest.slo import FLOAT_NOISE_S, Slo, miss_reason
-from router.slo import Attainment, Objectives, Times, missed_because
+from router.slo import Attainment, Objectives, RequestTimes, missed_because
 
 STAGES = {"queue": 0.1, "prefill": 0.4, "transfer": 0.2, "decode": 0.3}
-TIMES = Times(STAGES, e2e_s=1.0, ttft_s=0.5, tpot_s=0.05, tpot_rest_s=0.03, prefill_wait_s=0.05, prefill_compute_s=0.3)
+TIMES = RequestTimes(STAGES, e2e_s=1.0, ttft_s=0.5, tpot_s=0.05, tpot_rest_s=0.03, prefill_wait_s=0.05, prefill_compute_s=0.3)
 
 ANSWERED = Record(0, "", 0.0, 0.0, (), 0.0, "ok", "", 8, 0, 0, 0, {}, "prefill-0", "decode-0", 0, "tcp", 1, 1, 0)
 
@@ -36,7 +36,7 @@ ANSWERED = Record(0, "", 0.0, 0.0, (), 0.0, "ok", "", 8, 0, 0, 0, {}, "prefill-0
         (Objectives(ttft_s=0.1, tpot_s=0.001), replace(TIMES, ttft_s=None, tpot_s=None), None),
     ],
 )
-def test_a_miss_is_blamed_on_its_largest_part(objectives: Objectives, times: Times, cause: str | None) -> None:
+def test_a_miss_is_blamed_on_its_largest_part(objectives: Objectives, times: RequestTimes, cause: str | None) -> None:
     assert missed_because(objectives, times) == cause
 
 
@@ -59,7 +59,7 @@ def test_the_cause_agrees_with_the_load_test(
     record = replace(ANSWERED, token_times=tuple(times), output_tokens=len(times), stages_ms={name: 1000 * at for name, at in told.items()})
     miss = miss_reason(record, Slo(ttft_limit, tpot_limit))
     decoding = times[-1] - times[0]
-    ours = Times(
+    ours = RequestTimes(
         stages={name: told[name] for name in STAGES},
         e2e_s=times[-1],
         ttft_s=first,

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from turns import within
 
 from baton.cluster.errors import BatonError, Reason
-from router.validate import MAX_VIOLATIONS, Ask, AskSampling, Limits, check, resolve
+from router.validate import MAX_VIOLATIONS, Ask, AskSampling, RequestLimits, check, resolve
 
-LIMITS = Limits()
+LIMITS = RequestLimits()
 VOCAB = 1000
 NAMES = ("small",)
 GOOD = Ask(text="hello")
@@ -30,7 +30,7 @@ def sampling(**fields: Any) -> Ask:
     return ask(sampling=AskSampling(**fields))
 
 
-def refused(bad: Ask, limits: Limits = LIMITS) -> BatonError:
+def refused(bad: Ask, limits: RequestLimits = LIMITS) -> BatonError:
     with pytest.raises(BatonError) as caught:
         check(bad, limits, NAMES, VOCAB)
     return caught.value
@@ -151,7 +151,7 @@ def test_huge_input_is_refused_quickly() -> None:
 def test_the_limits_decide_what_is_refused() -> None:
     """Negative control."""
     bad = ask(text="a" * 20, request_id="b" * 20, sampling=AskSampling(stop=("c",) * 2))
-    small = Limits(max_prompt_bytes=10, max_request_id=10, max_stop=1)
+    small = RequestLimits(max_prompt_bytes=10, max_request_id=10, max_stop=1)
     assert {violation.field for violation in refused(bad, small).violations} == {"text", "request_id", "sampling.stop"}
     check(bad, LIMITS, NAMES, VOCAB)
 

@@ -11,7 +11,7 @@ from baton.cluster.errors import BatonError, Reason
 from baton.profile.file import Profile
 from baton.profile.models import Fitted
 from baton.simulate.cluster import SimulatedCluster, Sizes
-from baton.simulate.engine import Pace, ProfiledPace
+from baton.simulate.engine import ProfiledPace, StepPace
 from baton.simulate.virtual_time import run
 from baton.simulate.workers import Times
 from baton.worker.prompts import Prompts
@@ -110,7 +110,7 @@ def first_tokens(routers: int, seed: int, rate: float = 20, seconds: float = 60)
     doors = [rng.random() for _ in pauses]
 
     async def main() -> list[float]:
-        times = Times(Pace(step_s=0.0015, prompt_token_s=60e-6, sequence_s=0.0001), handoff_s=0.003)
+        times = Times(StepPace(step_s=0.0015, prompt_token_s=60e-6, sequence_s=0.0001), handoff_s=0.003)
         sizes = Sizes(prefill=2, decode=2, kv_blocks=2048, max_num_seqs=64)
         cluster = SimulatedCluster(sizes, times, RouterConfig(bypass_tokens=0), routers=routers)
         loop, found = asyncio.get_running_loop(), list[float]()

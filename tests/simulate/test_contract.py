@@ -12,7 +12,7 @@ from engine_contract import *  # noqa: F403
 from baton.engine.core.contract import EngineStopped
 from baton.engine.core.limits import Limits
 from baton.profile.models import Work
-from baton.simulate.engine import ModelledEngine, ModelledRunner, Pace
+from baton.simulate.engine import ModelledEngine, ModelledRunner, StepPace
 
 LACKS: dict[Capability, str] = {
     "grammars": "nothing is drawn: a modelled token is its position",
@@ -33,7 +33,7 @@ def started(pace: Callable[[Work], float]) -> Bench:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def bench() -> AsyncIterator[Bench]:
-    made = started(Pace())
+    made = started(StepPace())
     yield made
     await made.close()
 

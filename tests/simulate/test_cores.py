@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from baton.simulate.cores import Cores, Kind, Own, Speeds, Thread
+from baton.simulate.cores import Cores, Kind, OwnCores, Speeds, Thread
 from baton.simulate.virtual_time import run
 
 
-def ends(cores: Cores | Own, jobs: list[tuple[float, float]]) -> list[float]:
+def ends(cores: Cores | OwnCores, jobs: list[tuple[float, float]]) -> list[float]:
     """When each job (when it comes, seconds of work) has ended."""
 
     async def one(at: float, seconds: float) -> float:
@@ -26,7 +26,7 @@ def ends(cores: Cores | Own, jobs: list[tuple[float, float]]) -> list[float]:
 def test_as_many_jobs_as_cores_do_not_wait_and_more_share() -> None:
     assert ends(Cores(2), [(0, 3), (0, 3)]) == pytest.approx([3, 3])
     assert ends(Cores(2), [(0, 3), (0, 3), (0, 3)]) == pytest.approx([4.5] * 3)
-    assert ends(Own(), [(0, 3), (0, 3), (0, 3)]) == pytest.approx([3] * 3), "negative control: nobody shares"
+    assert ends(OwnCores(), [(0, 3), (0, 3), (0, 3)]) == pytest.approx([3] * 3), "negative control: nobody shares"
 
 
 def test_a_short_job_that_comes_later_slows_the_others_while_it_lasts() -> None:
@@ -83,7 +83,7 @@ def test_a_job_that_is_given_up_takes_nothing_more() -> None:
 
 def test_a_thread_does_one_thing_after_the_other_and_a_given_up_turn_is_passed_on() -> None:
     async def main() -> list[float]:
-        thread, loop = Thread(Own()), asyncio.get_running_loop()
+        thread, loop = Thread(OwnCores()), asyncio.get_running_loop()
 
         async def one(seconds: float) -> float:
             await thread.work(seconds)

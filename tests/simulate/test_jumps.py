@@ -17,7 +17,7 @@ from baton.engine.core.sequence import Finish, Sequence
 from baton.profile.file import Profile
 from baton.profile.models import Fitted, Form, Work, decode_seconds, step_seconds
 from baton.simulate.cluster import SimulatedCluster, SimulatedRouter, Sizes
-from baton.simulate.engine import Pace, ProfiledPace, Told
+from baton.simulate.engine import ProfiledPace, StepPace, Told
 from baton.simulate.flight import Flight
 from baton.simulate.jumps import VOCABULARY, Jump, ids
 from baton.simulate.virtual_time import run, until
@@ -173,7 +173,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         batch_wait_s=0.1,
     )
     form: Form = draw(st.sampled_from(["sum", "roof"]))
-    pace: Any = draw(st.sampled_from([Pace(), ProfiledPace(Profile("measured", "", "m", {}, 1.0, form, {"step": Fitted(NUMBERS)}))]))
+    pace: Any = draw(st.sampled_from([StepPace(), ProfiledPace(Profile("measured", "", "m", {}, 1.0, form, {"step": Fitted(NUMBERS)}))]))
     travel_s = draw(st.sampled_from([0.0, 0.0003, 0.05]))
     times = Times(pace, 0.004, 1e-5, travel_s, draw(st.sampled_from([(0.0, 0.0), (0.001, 6e-5)])))
     ask = st.builds(

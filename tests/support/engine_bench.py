@@ -10,8 +10,8 @@ import pytest
 from host_pool import carry
 
 from baton.engine.core.block_key import root_key
-from baton.engine.core.colder import Tiers
-from baton.engine.core.contract import CacheEvent, EngineStopped, Facts, Listener, ServingEngine
+from baton.engine.core.colder import ColderTiers
+from baton.engine.core.contract import CacheEvent, EngineLoad, EngineStopped, Listener, ServingEngine
 from baton.engine.core.counts import Counts
 from baton.engine.core.engine import Output
 from baton.engine.core.sampling import SamplingParams
@@ -95,7 +95,7 @@ class Bench:
         pairs = list(zip(holder.blocks[first:], reader.blocks[first:], strict=False))
         carry(self.engine.pool, [theirs for theirs, _ in pairs], (into or self).engine.pool, [ours for _, ours in pairs])
 
-    async def quiet(self) -> Facts:
+    async def quiet(self) -> EngineLoad:
         """Waits until nothing of any sequence is left."""
         async with asyncio.timeout(WITHIN_S):
             while True:
@@ -114,7 +114,7 @@ class Bench:
         return counts
 
 
-async def started(options: Options, tiers: Tiers | None = None) -> Bench:
+async def started(options: Options, tiers: ColderTiers | None = None) -> Bench:
     made = Bench()
     made.engine = await start_engine(options, made.listener, tiers=tiers)
     return made

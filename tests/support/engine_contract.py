@@ -15,7 +15,7 @@ from engine_bench import BLOCK, MAX_LEN, MAX_QUEUE, PROMPT, Bench
 from host_pool import on_host
 
 from baton.engine.core.block_key import DEVICE, extend_keys, root_key
-from baton.engine.core.engine import Malformed, QueueFull, Refused, TooLong
+from baton.engine.core.engine import Malformed, QueueFull, SequenceRefused, TooLong
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.sequence import Finish, State
 from baton.engine.core.thinking import Marks, ThinkingBudget
@@ -463,4 +463,4 @@ async def test_a_step_is_reported_and_progress_is_seen(bench: Bench) -> None:
 
 
 async def test_refused_is_what_a_worker_catches() -> None:
-    assert issubclass(QueueFull, Refused) and issubclass(TooLong, Refused) and issubclass(Malformed, Refused)
+    assert issubclass(QueueFull, SequenceRefused) and issubclass(TooLong, SequenceRefused) and issubclass(Malformed, SequenceRefused)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from baton.models.fetch import fetcher
-from baton.models.fetch.fetcher import How
+from baton.models.fetch.fetcher import FetchOptions
 from baton.models.fetch.manifest import Manifest
 from baton.models.fetch.store import Wanted
 from baton.models.fetch.stores import connect
@@ -21,4 +21,4 @@ class Fetched(NamedTuple):
 
     def run(self, stall_s: float = 20, ca: str = "", **how: Any) -> Manifest:
         how = {"attempts": 3, "pause_s": 0.0, "lock_s": 30} | how
-        return fetcher.fetch(self.wanted, self.folder, lambda: connect(self.wanted, stall_s, ca), How(**how), self.said.append)
+        return fetcher.fetch(self.wanted, self.folder, lambda: connect(self.wanted, stall_s, ca), FetchOptions(**how), self.said.append)

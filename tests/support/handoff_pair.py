@@ -22,7 +22,7 @@ from baton.engine.core.loop import EngineLoop
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner, naive
-from baton.worker.kv_port import KvPort, Place
+from baton.worker.kv_port import KvPlace, KvPort
 from decode_worker.call import Adopted, Event, Finished, Made
 from decode_worker.worker import DecodeWorker
 from kvtransfer.handle import KvHandle, Piece, Wish, mac_key
@@ -231,7 +231,7 @@ def open_port(
     """The port of the worker of that name, which the others reach through `wires`."""
     transport = TcpTransport(on_host(loop.pool), "127.0.0.1", KEY)
     config = KvConfig(lease_ttl_s=ttl_s, read_timeout_s=min(2.0, ttl_s / 2), reap_interval_s=0.01)
-    port = KvPort(Place(name, 7, f"at {name}"), loop, transport, KEY, config, wires.__getitem__, checks)
+    port = KvPort(KvPlace(name, 7, f"at {name}"), loop, transport, KEY, config, wires.__getitem__, checks)
     port.exporter._clock = clock
     wires[f"at {name}"] = Wire(port, check_layout=checks is None or checks.layout)
     return port

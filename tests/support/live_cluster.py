@@ -21,7 +21,7 @@ from grpc import Channel
 from typer.testing import CliRunner
 
 from baton.access.access import Access
-from baton.access.options import Identity
+from baton.access.options import ClientIdentity
 from baton.cli.admin import read_records, read_status
 from baton.cli.main import app
 from baton.client import AsyncClient, Result
@@ -80,7 +80,7 @@ class Cluster:
         """As a command on this host would open it."""
         known = json.loads((self.logs.parent / f"{self.name}.json").read_text())
         files: dict[str, Any] = {name: Path(file) if name != "server_name" else file for name, file in known["tls"].items()}
-        return Access(self.admin, Identity(tls=bool(files), api_key=known["token"], **files), (NO_PROXY,)).channel()
+        return Access(self.admin, ClientIdentity(tls=bool(files), api_key=known["token"], **files), (NO_PROXY,)).channel()
 
     def workers(self, pool: str | None = None) -> list[dict[str, Any]]:
         return [worker for worker in self.status()["workers"] if pool in (None, worker["pool"])]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from baton.cluster.records import ROLES, Pools, RoleName
-from baton.planner.capacity import Effect, Model, Sizes
+from baton.planner.capacity import Effect, Model, PoolSizes
 from baton.planner.change import Action, Change, Flip, Seen, Worker
 from baton.planner.demand import Demand, Interval
-from baton.planner.memory import Decision, Memory, Rules
+from baton.planner.memory import Decision, Memory, PlannerRules
 from baton.planner.planner import Planner
 from baton.profile.file import Profile
 from baton.profile.models import Fitted
@@ -22,7 +22,9 @@ STEP = {"step": 0.004, "tokens": 1e-4, "decodes": 5e-4}
 PROFILE = Profile("test", "", "", {}, 1000.0, "sum", {"step": Fitted(STEP), "start": Fitted({"base": 10.0})})
 MODEL = Model(PROFILE, ttft_s=0.5, tpot_s=0.02, max_num_seqs=64, kv_tokens=100_000)
 CHAT = Demand(10.0, 400.0, 400.0, 100.0)
-RULES = Rules(Sizes(1, 1), Sizes(8, 8), budget=8, cooldown_s=15, hold_s=60, start_timeout_s=60, flip_timeout_s=20, cold_s=5, stale_s=20)
+RULES = PlannerRules(
+    PoolSizes(1, 1), PoolSizes(8, 8), budget=8, cooldown_s=15, hold_s=60, start_timeout_s=60, flip_timeout_s=20, cold_s=5, stale_s=20
+)
 
 
 def heavy(role: str, rate: float = 10.0) -> Demand:
@@ -57,7 +59,7 @@ class World:
     broken: list[str] = field(default_factory=list)
     actions: list[tuple[float, Action]] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
-    sizes: list[Sizes] = field(default_factory=list)
+    sizes: list[PoolSizes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -145,7 +147,7 @@ class World:
         starting: dict[str, int] = {role: sum(what == "start" and worker.pool == role for _, what, worker in self._due) for role in ROLES}
         return Seen(self._counted, tuple(self._workers.values()), self.wanted, starting)
 
-    def effect(self, demand: Demand, sizes: Sizes) -> Effect:
+    def effect(self, demand: Demand, sizes: PoolSizes) -> Effect:
         return MODEL.effect(sizes, replace(demand, uncached=demand.uncached * self.truth, output=demand.output * self.truth))
 
     @property
@@ -210,7 +212,7 @@ class World:
             self._workers[worker.name] = replace(worker, draining=True)
             self._due.append((self.now + self.drain_s, "end", worker))
 
-    def _judge(self, decision: Decision, seen: Seen, rules: Rules) -> None:
+    def _judge(self, decision: Decision, seen: Seen, rules: PlannerRules) -> None:
         action = decision.action
         if isinstance(action, Flip) and not decision.undoes:
             if self._flipping.get(action.worker, 0.0) > self.now:
@@ -226,7 +228,7 @@ class World:
         if after.misses or (after.pressure, after.reach) != (before.pressure, before.reach):
             self.broken.append(f"{self.now}: a cold worker taught {after.misses}, {after.pressure}, {after.reach}")
 
-    def _judge_wishes(self, rules: Rules, acts: bool) -> None:
+    def _judge_wishes(self, rules: PlannerRules, acts: bool) -> None:
         """`acts`: a planner could have taken back what does not come. One that takes over counts on from the last note."""
         dead = {look for look in self.deaths if look <= self._looks}
         patience_s = rules.start_timeout_s + 3 * EVERY_S * len(dead) + NAP_S * len(dead & self.naps)

@@ -12,7 +12,7 @@ from baton.cluster.errors import BatonError
 from baton.recorder.recorder import SECRET_BYTES, Recorder
 from baton.recorder.recording import read
 from baton.simulate.cluster import SimulatedCluster, SimulatedRouter, Sizes
-from baton.simulate.replay import Outcome, replay
+from baton.simulate.replay import ReplayOutcome, replay
 from baton.simulate.replay_engine import ReplayedEngine
 from baton.simulate.replay_router import ReplayedRouter
 from baton.simulate.virtual_time import run
@@ -85,5 +85,5 @@ async def _traffic(cluster: SimulatedCluster, rate: float, seconds: float, rng: 
     return ends
 
 
-def replayed(path: Path) -> list[Outcome]:
+def replayed(path: Path) -> list[ReplayOutcome]:
     return [replay(section, {"router": ReplayedRouter, "engine": ReplayedEngine}) for section in read(path)]

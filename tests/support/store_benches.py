@@ -13,7 +13,7 @@ from xxhash import xxh3_128_digest
 
 from baton.tiers.disk_folder import padded, units_name
 from baton.tiers.disk_store import DiskStore
-from baton.tiers.kind import Kind
+from baton.tiers.kind import UnitKind
 from baton.tiers.memory_store import MemoryStore
 from baton.tiers.object_store import ObjectStore
 from baton.tiers.sealed_store import SEAL_BYTES, SealedStore
@@ -22,7 +22,7 @@ from baton.tiers.store import Store, Unit, Wanted
 UNIT = 5000  # bytes: no multiple of a page, a sector or a word
 CAPACITY = 12
 SECRET = bytes(range(32))
-KIND = Kind(bytes(range(16)), UNIT)
+KIND = UnitKind(bytes(range(16)), UNIT)
 
 
 class Bench(Protocol):

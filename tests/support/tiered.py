@@ -13,7 +13,7 @@ from typing import Any
 from xxhash import xxh3_128_digest
 
 from baton.engine.core.block_key import HOST, extend_keys, root_key
-from baton.engine.core.colder import Policy
+from baton.engine.core.colder import TierPolicy
 from baton.engine.core.contract import CacheEvent, Listener
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvPool
@@ -136,7 +136,7 @@ class Tiered:
 async def tiered(
     *stores: PlainStore,
     blocks: int = 16,
-    policy: Policy | None = None,
+    policy: TierPolicy | None = None,
     seqs: int = 4,
     max_len: int = 0,
     tiers: Tiers | None = None,
@@ -150,7 +150,7 @@ async def tiered(
     events: list[CacheEvent] = []
     failures: list[BaseException] = []
     loop = EngineLoop(engine, Listener(outputs.extend, events.extend, failures.append))
-    tiers = tiers or Tiers(lambda pool: [(store, Bounds()) for store in stores], policy or Policy(wait_s=WITHIN_S))
+    tiers = tiers or Tiers(lambda pool: [(store, Bounds()) for store in stores], policy or TierPolicy(wait_s=WITHIN_S))
     loop.attach(tiers)
     loop.start()
     try:

@@ -26,7 +26,7 @@ def kernels_with(folder: Path, by: str) -> Path:
     copied = folder / place.folder.name
     shutil.copytree(place.folder, copied, ignore=shutil.ignore_patterns("products-*"))
     kept = copied / f"products-{products._machine(torch.float32, 1):08x}.json"
-    kept.write_text(json.dumps(asdict(products.Choice(by, {by: []}))))
+    kept.write_text(json.dumps(asdict(products.ProductChoice(by, {by: []}))))
     return folder
 
 

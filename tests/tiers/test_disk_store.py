@@ -24,7 +24,7 @@ from baton.tiers.disk_files import Files, Rates, measure, prefers_direct
 from baton.tiers.disk_folder import HEADER, LOG, Folder, padded, units_name
 from baton.tiers.disk_log import PUT, RECORD, Log
 from baton.tiers.disk_store import DiskStore
-from baton.tiers.slots import Entry
+from baton.tiers.slots import SlotEntry
 from baton.tiers.store import StoreFailed
 
 ROOT = Path(__file__).parents[2]
@@ -189,7 +189,7 @@ def test_a_thousand_units_are_found_again_in_a_50th_of_a_second_of_the_processor
     """So 100,000 in 2 s."""
     count = 4000
     folder.mkdir()
-    slots = [Entry(key(n), bytes(16), n) for n in range(count)]
+    slots = [SlotEntry(key(n), bytes(16), n) for n in range(count)]
     opened(folder, count).close()
     journal = Log(folder / LOG)
     journal.append(PUT, slots)

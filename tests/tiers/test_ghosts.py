@@ -4,7 +4,7 @@ import pytest
 from tiered import PlainStore, Tiered, expected, make_keys, make_seq, prompt, said, tiered, until, visit
 
 from baton.engine.core.block_key import DISK, HOST
-from baton.engine.core.colder import Colder, Policy
+from baton.engine.core.colder import Colder, TierPolicy
 from baton.tiers.tiers import Tiers
 
 ROOM = 16  # of the store, and of the pool: four prompts are more than both
@@ -31,7 +31,7 @@ async def close(t: Tiered) -> int:
 
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_while_nothing_comes_back_nothing_is_written_nor_told(at_once: bool) -> None:
-    async with tiered(PlainStore(ROOM), policy=Policy(at_once=at_once, wait_s=20.0)) as t:
+    async with tiered(PlainStore(ROOM), policy=TierPolicy(at_once=at_once, wait_s=20.0)) as t:
         after = await close(t)
         assert written(t) >= ROOM, "it was open at first"
         before, events = written(t), len([event for event in t.events if event.medium == HOST])
@@ -44,7 +44,7 @@ async def test_while_nothing_comes_back_nothing_is_written_nor_told(at_once: boo
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_everything_is_kept_if_that_is_wanted(at_once: bool) -> None:
     """Negative control."""
-    async with tiered(PlainStore(ROOM), policy=Policy(at_once=at_once, wait_s=20.0, keeps_all=True)) as t:
+    async with tiered(PlainStore(ROOM), policy=TierPolicy(at_once=at_once, wait_s=20.0, keeps_all=True)) as t:
         await visit(t, *range(20), tag="a")
         before = written(t)
         await visit(t, *range(20, 24))

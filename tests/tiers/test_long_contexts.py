@@ -9,7 +9,7 @@ import pytest
 from tiered import BLOCK, CONFIG, PlainStore, Tiered, make_seq, tiered, until
 
 from baton.engine.core.block_key import DISK, extend_keys
-from baton.engine.core.colder import Policy
+from baton.engine.core.colder import TierPolicy
 from baton.engine.core.engine import Output, TooLong, Unfetchable
 from baton.engine.core.long_contexts import LOSSES
 from baton.engine.core.sequence import Finish, Sequence
@@ -36,7 +36,7 @@ def check(t: Tiered, *seqs: Sequence) -> None:
 
 
 def lengthened(
-    *stores: PlainStore, most: int = 1, blocks: int = BLOCKS, policy: Policy | None = None
+    *stores: PlainStore, most: int = 1, blocks: int = BLOCKS, policy: TierPolicy | None = None
 ) -> AbstractAsyncContextManager[Tiered]:
     return tiered(*stores, blocks=blocks, max_len=LONGEST, long_contexts=most, policy=policy)
 
@@ -124,7 +124,7 @@ async def test_other_blocks_push_out_none_that_is_pinned_and_without_pins_they_d
     """The tier has hardly more room than the longest sequence needs, others write to it all the time, and the oldest goes, read or not."""
     store = PlainStore(LONGEST // BLOCK + 2)
     store.holding, store.refreshes = holding, False
-    async with lengthened(store, blocks=2 * BLOCKS, policy=Policy(at_once=True)) as t:
+    async with lengthened(store, blocks=2 * BLOCKS, policy=TierPolicy(at_once=True)) as t:
         seqs = [long_seq("a", 400, 100), *(make_seq(f"b{i}", prompt(30, i + 2), 8) for i in range(20))]
         await t.run(*seqs)
         await t.settled()

@@ -13,7 +13,7 @@ from baton.engine.core.ghosts import Ghosts
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.tiers import tier as tier_module
 from baton.tiers.store import StoreFailed, Wanted
-from baton.tiers.tier import HANG_S, MOVES, RETRY_S, Bounds, Piece, Save, State, Tier
+from baton.tiers.tier import HANG_S, MOVES, RETRY_S, Bounds, LoadPiece, Save, Tier, TierState
 from baton.tiers.ways import Landing, Through
 from baton.tiers.worth import REST_S, WINDOW_S
 
@@ -48,7 +48,7 @@ class Bench:
             came.extend(units)
             return [True] * len(units)
 
-        self.tier.load(Piece(keys, self.now, compute_s, take, over.set))
+        self.tier.load(LoadPiece(keys, self.now, compute_s, take, over.set))
         assert over.wait(WITHIN_S)
         return came
 
@@ -92,7 +92,7 @@ def test_a_load_that_came_too_late_saved_nothing(bench: Bench) -> None:
     until(lambda: bench.done == 1)
     bench.store.gate.clear()
     over = threading.Event()
-    bench.tier.load(Piece([key(1)], bench.now, 1.0, lambda units, carrier: [True] * len(units), over.set))
+    bench.tier.load(LoadPiece([key(1)], bench.now, 1.0, lambda units, carrier: [True] * len(units), over.set))
     bench.now += 2.0
     bench.store.gate.set()
     assert over.wait(WITHIN_S)
@@ -106,7 +106,7 @@ def test_a_tier_that_does_not_pay_rests_and_is_tried_again(bench: Bench, caplog:
     for _ in range(20):  # its reads bring nothing, and each takes a while
         bench.now += WINDOW_S / 10
         bench.tier.worth.read(8, 0, UNIT, 1.0, 0.0, bench.now)
-    until(lambda: bench.tier.state is State.RESTING)
+    until(lambda: bench.tier.state is TierState.RESTING)
     assert bench.held == set() and "it saved 0.0 s and cost" in caplog.text
     bench.save(key(2))
     until(lambda: bench.done == 2)
@@ -128,7 +128,7 @@ def test_a_tier_that_only_watches_says_so_and_does_not_rest(bench: Bench) -> Non
     told = bench.tier.told(bench.now)
     assert (told.state, told.why) == ("watching", "none of 2 blocks that left the pool has come back") and bench.tier.on
     ghosts.asked([key(1)], [])
-    until(lambda: bench.tier.state is State.RESTING)
+    until(lambda: bench.tier.state is TierState.RESTING)
 
 
 def test_a_tier_that_pays_or_is_not_used_stays_on(bench: Bench) -> None:
@@ -146,12 +146,12 @@ def test_a_tier_that_pays_or_is_not_used_stays_on(bench: Bench) -> None:
 def test_a_store_that_fails_is_tried_ever_more_rarely(bench: Bench) -> None:
     bench.store.broken = True
     bench.save(key(1))
-    until(lambda: bench.tier.state is State.FAILED)
+    until(lambda: bench.tier.state is TierState.FAILED)
     waited = []
     for _ in range(4):
         waited.append(bench.tier._retry_at - bench.now)
         bench.now = bench.tier._retry_at
-        until(lambda: bench.tier._retry_at > bench.now and bench.tier.state is State.FAILED)
+        until(lambda: bench.tier._retry_at > bench.now and bench.tier.state is TierState.FAILED)
     assert waited == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S, 8 * RETRY_S]
     bench.store.broken = False
     bench.now = bench.tier._retry_at
@@ -163,16 +163,16 @@ def test_a_reader_that_hangs_turns_its_tier_off_and_no_probe_turns_it_on_meanwhi
     until(lambda: bench.done == 1)
     bench.store.hung.add("get")
     over = threading.Event()
-    bench.tier.load(Piece([key(1)], bench.now, 1.0, lambda units, carrier: [True] * len(units), over.set))
+    bench.tier.load(LoadPiece([key(1)], bench.now, 1.0, lambda units, carrier: [True] * len(units), over.set))
     until(lambda: bench.tier._asking)
     bench.tier.watch(bench.now + HANG_S / 2)
     assert bench.tier.on
     bench.now += 2 * HANG_S
     bench.tier.watch(bench.now)
-    assert bench.tier.state is State.FAILED
+    assert bench.tier.state is TierState.FAILED
     bench.now = bench.tier._retry_at + 1
     time.sleep(0.05)
-    assert bench.tier.state is State.FAILED, "its writer could be asked, but a reader still waits"
+    assert bench.tier.state is TierState.FAILED, "its writer could be asked, but a reader still waits"
     bench.store.hung.clear()
     until(lambda: bench.tier.on)
     assert over.is_set()
@@ -257,7 +257,7 @@ def test_what_a_reader_did_not_find_is_not_gone_if_it_has_been_written_meanwhile
     monkeypatch.setattr(bench.store, "get", slow)
     bench.store.drop([key(1)])  # it was lost
     over = threading.Event()
-    bench.tier.load(Piece([key(1)], bench.now, 1.0, lambda units, carrier: [True] * len(units), over.set))
+    bench.tier.load(LoadPiece([key(1)], bench.now, 1.0, lambda units, carrier: [True] * len(units), over.set))
     assert asked.wait(WITHIN_S)
     if again:
         bench.save(key(1))
@@ -301,9 +301,9 @@ def test_a_closed_tier_has_given_everything_back(bench: Bench) -> None:
     closing.start()
     bench.store.gate.set()
     closing.join(WITHIN_S)
-    assert bench.done == 3 and bench.tier.state is State.CLOSED
-    bench.tier.state = State.ON  # the fixture closes it
+    assert bench.done == 3 and bench.tier.state is TierState.CLOSED
+    bench.tier.state = TierState.ON  # the fixture closes it
 
 
 def test_every_state_can_be_left_but_the_last() -> None:
-    assert {state for state, _ in MOVES} == set(State) - {State.CLOSED}
+    assert {state for state, _ in MOVES} == set(TierState) - {TierState.CLOSED}

@@ -11,7 +11,7 @@ import pytest
 from tiered import WITHIN_S, PlainStore, expected, make_keys, make_seq, prompt, said, tiered, until, visit
 
 from baton.engine.core.block_key import DEVICE, DISK, HOST
-from baton.engine.core.colder import NEAR, Policy
+from baton.engine.core.colder import NEAR, TierPolicy
 from baton.engine.core.kvcache import HostCarrier
 from baton.tiers.tier import HANG_S
 from baton.tiers.tiers import Tiers, _Load
@@ -84,7 +84,7 @@ async def test_events_tell_what_each_medium_holds_and_a_snapshot_says_the_same()
 
 
 async def test_everything_is_saved_at_once_if_that_is_wanted() -> None:
-    async with tiered(PlainStore(100), blocks=64, policy=Policy(at_once=True)) as t:
+    async with tiered(PlainStore(100), blocks=64, policy=TierPolicy(at_once=True)) as t:
         await visit(t, 1)
         await until(lambda: set(make_keys(1)) <= t.held(HOST))
         await t.settled()
@@ -100,7 +100,7 @@ async def test_with_room_in_the_pool_nothing_is_saved() -> None:
 
 async def test_a_load_that_is_late_is_not_waited_for_and_what_comes_later_touches_nothing() -> None:
     """The prompt needs more than half of the pool: it can only be computed if the load gives its blocks back."""
-    async with tiered(PlainStore(100), policy=Policy(wait_s=0.02)) as t:
+    async with tiered(PlainStore(100), policy=TierPolicy(wait_s=0.02)) as t:
         await visit(t, 1, 2, 3, tag="a")
         t.stores[0].gate.clear()
         seq = make_seq("late", prompt(1))
@@ -121,7 +121,7 @@ async def test_a_block_that_is_being_filled_when_its_load_ends_is_nobodys_until_
         assert go_on.wait(WITHIN_S)
         return into(carrier, blocks, places)
 
-    async with tiered(PlainStore(100), blocks=24, policy=Policy(wait_s=0.02)) as t:
+    async with tiered(PlainStore(100), blocks=24, policy=TierPolicy(wait_s=0.02)) as t:
         await visit(t, 1, 2, 3, 4, tag="a")
         monkeypatch.setattr(HostCarrier, "into", slow)
         await t.run(seq := make_seq("late", prompt(1)))
@@ -167,7 +167,7 @@ def test_blocks_of_a_load_that_ends_while_they_are_filled_are_given_back_once(fa
 
 
 async def test_a_store_that_hangs_is_off_holds_no_block_and_comes_back_by_itself(caplog: pytest.LogCaptureFixture) -> None:
-    async with tiered(PlainStore(100), policy=Policy(wait_s=0.02)) as t:
+    async with tiered(PlainStore(100), policy=TierPolicy(wait_s=0.02)) as t:
         await visit(t, 1, 2, 3, tag="a")
         t.stores[0].gate.clear()
         for number in (4, 5, 6):
@@ -184,7 +184,7 @@ async def test_a_store_that_hangs_is_off_holds_no_block_and_comes_back_by_itself
 
 @pytest.mark.parametrize("when", ["loading", "late", "saving"])
 async def test_who_leaves_in_the_middle_leaves_nothing_behind(when: str) -> None:
-    async with tiered(PlainStore(100), policy=Policy(wait_s=0.02 if when == "late" else 20.0)) as t:
+    async with tiered(PlainStore(100), policy=TierPolicy(wait_s=0.02 if when == "late" else 20.0)) as t:
         await visit(t, 1, 2, 3, tag="a")
         t.stores[0].gate.clear()
         seq = make_seq("gone", prompt(9 if when == "saving" else 1), max_tokens=20)
@@ -246,7 +246,7 @@ async def test_a_preempted_sequence_comes_back_from_a_tier(room: int, monkeypatc
 async def test_random_requests_on_a_tiny_pool_get_the_oracles_tokens(seed: int) -> None:
     rng = random.Random(seed)
     host, disk = PlainStore(rng.choice([3, 12, 40])), PlainStore(rng.choice([8, 60]), DISK)
-    policy = Policy(rng.random() < 0.5, rng.choice([0.001, 1.0]))
+    policy = TierPolicy(rng.random() < 0.5, rng.choice([0.001, 1.0]))
     async with tiered(host, disk, blocks=20, policy=policy, seqs=3) as t:
         over = threading.Event()
         vandal = threading.Thread(target=harm, args=(rng.randrange(1 << 30), [host, disk], over))

@@ -9,15 +9,15 @@ from baton.engine.core.block_key import root_key
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.moves import IllegalMove
-from decode_worker.call import MOVES, Call, CallState
+from decode_worker.call import MOVES, CallState, DecodeCall
 
 
-def call_in(state: CallState) -> Call:
+def call_in(state: CallState) -> DecodeCall:
     seq = Sequence("r#d", [1, 2, 3], 3, SamplingParams(max_tokens=1, temperature=0.0, seed=0), root_key("toy"))
-    return Call(seq, "r", None, lambda event: None, state=state)
+    return DecodeCall(seq, "r", None, lambda event: None, state=state)
 
 
-def apply(call: Call, event: str) -> None:
+def apply(call: DecodeCall, event: str) -> None:
     match event:
         case "fetch":
             call.begin(cast(Any, object()))

@@ -22,7 +22,7 @@ from baton.engine.core.toy import ToyRunner
 from baton.v1 import generation_pb2
 from baton.v1 import worker_pb2 as pb
 from baton.worker import session
-from baton.worker.identity import Identity
+from baton.worker.identity import WorkerIdentity
 from baton.worker.prompts import Prompts
 from baton.worker.role import Mounts
 from baton.worker.session import Session, SessionDoor
@@ -30,7 +30,7 @@ from decode_worker.door import DecodeDoor
 from prefill_worker.door import PrefillDoor
 
 ROLES = ("prefill", "decode")
-PREFILL, DECODE = Identity("prefill-0", 5, "toy"), Identity("decode-0", 5, "toy")
+PREFILL, DECODE = WorkerIdentity("prefill-0", 5, "toy"), WorkerIdentity("decode-0", 5, "toy")
 TYPES: dict[str, tuple[Any, Any, Any]] = {
     "prefill": (pb.PrefillCommands, pb.PrefillCommand, pb.PrefillStart),
     "decode": (pb.DecodeCommands, pb.DecodeCommand, pb.DecodeStart),

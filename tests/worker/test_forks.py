@@ -15,14 +15,14 @@ from baton.cluster.rpc import from_status
 from baton.engine.core.toy import naive
 from baton.v1 import generation_pb2
 from baton.v1 import worker_pb2 as pb
-from baton.worker.identity import Identity
+from baton.worker.identity import WorkerIdentity
 from baton.worker.session import Session
 from baton.worker.wire import pack_handle
 from decode_worker.door import DecodeDoor
 
 CHOICES = 4
 LAST = ("finished", "error")
-ME = Identity("decode-0", 5, "toy")
+ME = WorkerIdentity("decode-0", 5, "toy")
 
 
 def params(seed: int) -> Any:

@@ -20,7 +20,7 @@ from baton.cluster.rpc import Server, Tasks
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.loop import EngineLoop
 from baton.worker.host import fits
-from baton.worker.kv_peers import Peers
+from baton.worker.kv_peers import KvPeers
 from baton.worker.kv_port import KvPort
 from kvtransfer.tcp_transport import TcpTransport
 
@@ -30,7 +30,7 @@ PARTS: dict[str, tuple[type, str]] = {
     "metrics": (MetricsServer, "close"),
     "server": (Server, "stop"),
     "port": (KvPort, "close"),
-    "peers": (Peers, "close"),
+    "peers": (KvPeers, "close"),
     "transport": (TcpTransport, "close"),
     "engine": (EngineLoop, "close"),
     "tracer": (Tracer, "close"),

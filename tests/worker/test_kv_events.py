@@ -19,7 +19,7 @@ from baton.cluster.config_engine import KvConfig
 from baton.cluster.lifecycle import Stop
 from baton.engine.build import BuildError, check
 from baton.engine.core.block_key import block_key, root_key
-from baton.engine.core.blocks import Content
+from baton.engine.core.blocks import BlockContent
 from baton.engine.core.contract import CacheEvent, cache_events
 from baton.engine.core.engine import Engine
 from baton.engine.core.kvcache import KvPool
@@ -29,7 +29,7 @@ from baton.engine.core.sequence import Sequence
 from baton.engine.core.toy import ToyRunner
 from baton.engine.options import Options
 from baton.worker import kv_events
-from baton.worker.kv_events import END, Publisher, told
+from baton.worker.kv_events import END, KvEventPublisher, told
 
 BLOCK = 4
 CONFIG = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 4096, "kv_width": 8}
@@ -63,8 +63,8 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 @pytest.fixture
-def publisher() -> Iterator[Publisher]:
-    made = Publisher(ANY, ANY, "kv@w@m", BLOCK, lambda: 7.0)
+def publisher() -> Iterator[KvEventPublisher]:
+    made = KvEventPublisher(ANY, ANY, "kv@w@m", BLOCK, lambda: 7.0)
     yield made
     made.close()
 
@@ -117,7 +117,7 @@ def asked(context: "zmq.Context[Any]", address: str, first: int = 0) -> list[tup
             found.append((int.from_bytes(number, "big"), msgspec.msgpack.decode(payload, type=KVEventBatch)))
 
 
-def until(context: "zmq.Context[Any]", publisher: Publisher, count: int) -> list[tuple[int, KVEventBatch]]:
+def until(context: "zmq.Context[Any]", publisher: KvEventPublisher, count: int) -> list[tuple[int, KVEventBatch]]:
     """All batches, once `count` were sent."""
     assert publisher.replay is not None
     while len(found := asked(context, publisher.replay)) < count:
@@ -129,7 +129,7 @@ def stored(number: int, size: int = 1) -> CacheEvent:
     return CacheEvent(number, "stored", tuple(bytes([i]) * 16 for i in range(size)), "device")
 
 
-def test_a_subscriber_knows_what_the_engine_caches(publisher: Publisher, context: "zmq.Context[Any]") -> None:
+def test_a_subscriber_knows_what_the_engine_caches(publisher: KvEventPublisher, context: "zmq.Context[Any]") -> None:
     """A small pool: blocks are evicted all the time."""
     rng, root = random.Random(3), root_key("toy")
     runner = ToyRunner(CONFIG, "toy", BLOCK)
@@ -154,7 +154,9 @@ def test_a_subscriber_knows_what_the_engine_caches(publisher: Publisher, context
         assert key == block_key(root if parent is None else parent, content)
 
 
-def test_a_subscriber_gets_batches_as_they_come_and_later_those_that_it_missed(publisher: Publisher, context: "zmq.Context[Any]") -> None:
+def test_a_subscriber_gets_batches_as_they_come_and_later_those_that_it_missed(
+    publisher: KvEventPublisher, context: "zmq.Context[Any]"
+) -> None:
     with context.socket(zmq.SUB) as live:
         live.setsockopt(zmq.SUBSCRIBE, b"kv@w")
         live.setsockopt(zmq.RCVTIMEO, 30_000)
@@ -177,7 +179,7 @@ def test_a_subscriber_gets_batches_as_they_come_and_later_those_that_it_missed(p
 def test_who_does_not_read_stops_nobody(monkeypatch: pytest.MonkeyPatch, context: "zmq.Context[Any]") -> None:
     monkeypatch.setattr(kv_events, "WAITING", 20)
     monkeypatch.setattr(kv_events, "UNREAD", 20)
-    publisher = Publisher(ANY, ANY, "kv@w@m", BLOCK, lambda: 7.0)
+    publisher = KvEventPublisher(ANY, ANY, "kv@w@m", BLOCK, lambda: 7.0)
     try:
         with context.socket(zmq.SUB) as slow:
             slow.setsockopt(zmq.RCVHWM, 1)
@@ -201,9 +203,9 @@ def test_who_does_not_read_stops_nobody(monkeypatch: pytest.MonkeyPatch, context
 def test_after_batches_were_lost_all_blocks_are_cleared(monkeypatch: pytest.MonkeyPatch, context: "zmq.Context[Any]") -> None:
     monkeypatch.setattr(kv_events, "WAITING", 2)
     waits = threading.Event()
-    real = Publisher._send
-    monkeypatch.setattr(Publisher, "_send", lambda self, batch: (waits.wait(), real(self, batch))[1])
-    publisher = Publisher(ANY, ANY, "kv@w@m", BLOCK, lambda: 7.0)
+    real = KvEventPublisher._send
+    monkeypatch.setattr(KvEventPublisher, "_send", lambda self, batch: (waits.wait(), real(self, batch))[1])
+    publisher = KvEventPublisher(ANY, ANY, "kv@w@m", BLOCK, lambda: 7.0)
     try:
         while publisher._waiting.qsize():  # until the thread holds the first batch
             time.sleep(0.01)
@@ -223,7 +225,7 @@ def test_after_batches_were_lost_all_blocks_are_cleared(monkeypatch: pytest.Monk
 
 def test_chains_become_events_with_their_parent() -> None:
     a, b, c, d = (bytes([i]) * 16 for i in range(4))
-    contents = (Content(None, (1, 2)), Content(a, (3, 4)), Content(a, (5, 6)), None)
+    contents = (BlockContent(None, (1, 2)), BlockContent(a, (3, 4)), BlockContent(a, (5, 6)), None)
     events = list(told(CacheEvent(1, "stored", (a, b, c, d), "disk", contents), 2))
     assert [(e["block_hashes"], e["parent_block_hash"], e["token_ids"], e["medium"]) for e in events] == [
         ([a, b], None, [1, 2, 3, 4], "STORAGE"),
@@ -235,13 +237,13 @@ def test_chains_become_events_with_their_parent() -> None:
 def test_several_workers_of_a_host_take_the_next_ports() -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as other:
         port = other.bind_to_random_port("tcp://127.0.0.1")
-        made = Publisher(f"tcp://127.0.0.1:{port}", None, "", BLOCK)
+        made = KvEventPublisher(f"tcp://127.0.0.1:{port}", None, "", BLOCK)
         try:
             assert port < int(made.address.rpartition(":")[2]) < port + kv_events.TRIED_PORTS
         finally:
             made.close()
     with pytest.raises(ConfigError, match=r"kv\.events: .*192\.0\.2\.1"):
-        Publisher("tcp://192.0.2.1:5557", None, "", BLOCK)
+        KvEventPublisher("tcp://192.0.2.1:5557", None, "", BLOCK)
 
 
 @pytest.mark.parametrize("kv", [{"events": "5557"}, {"events": "udp://x:1"}, {"events_replay": ANY}, {"events": "tcp://a b:1"}])

@@ -15,7 +15,7 @@ from baton.cluster.errors import BatonError
 from baton.cluster.metrics import Book
 from baton.cluster.otel import OtelTracer
 from baton.engine.core.block_key import root_key
-from baton.engine.core.contract import Facts
+from baton.engine.core.contract import EngineLoad
 from baton.engine.core.counts import Counts
 from baton.engine.core.sequence import Sequence
 from baton.worker.meter import Meter
@@ -161,7 +161,7 @@ def test_engine_facts_are_read_when_the_metrics_are_read() -> None:
     book = Book("decode", "decode-0", "tale")
     membership, tracer = SimpleNamespace(reachable=False, reconnects=3), SimpleNamespace(exported=1, dropped=2)
     meter = Meter(book, membership, tracer)  # type: ignore[arg-type]
-    facts = Facts(1, 2, 3, 30, 10, 70, 5, 6, Counts(1, 100, 20, 300, 40, 7))
+    facts = EngineLoad(1, 2, 3, 30, 10, 70, 5, 6, Counts(1, 100, 20, 300, 40, 7))
     for drafted, accepted in ((20, 18), (2, 0)):
         facts.counts.note_guesses("prompt_lookup", drafted, accepted)
     facts.counts.note_guesses("mine", 1, 1)

@@ -10,7 +10,7 @@ from handoff_pair import KEY, PROMPT, Pair, expected, pair
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.engine.core.block_key import HOST, extend_keys, root_key
-from baton.engine.core.colder import Policy
+from baton.engine.core.colder import TierPolicy
 from baton.tiers.choice import Measured
 from baton.tiers.memory_store import MemoryStore
 from baton.tiers.tier import Bounds
@@ -32,7 +32,7 @@ async def until(condition: object) -> None:
 async def tiered_pair() -> AsyncIterator[tuple[Pair, Tiers]]:
     """The decode worker has had the prompt: now only its tier holds it."""
     async with pair() as p:
-        tiers = Tiers(lambda pool: [(MemoryStore(pool.unit_bytes, 100), Bounds())], Policy(at_once=True, wait_s=20.0))
+        tiers = Tiers(lambda pool: [(MemoryStore(pool.unit_bytes, 100), Bounds())], TierPolicy(at_once=True, wait_s=20.0))
         p.loops[1].attach(tiers)
         try:
             await p.start(await p.hand_over()).task

@@ -19,17 +19,17 @@ from baton.engine.core.sequence import Sequence as EngineSequence
 from baton.engine.core.toy import naive
 from baton.v1 import generation_pb2, worker_pb2
 from baton.worker import kv_port
-from baton.worker.identity import Identity
-from baton.worker.kv_port import Place
+from baton.worker.identity import WorkerIdentity
+from baton.worker.kv_port import KvPlace
 from baton.worker.prompts import Prompts
 from kvtransfer.handle import Wish
 from kvtransfer.importer import Checks
 from prefill_worker.door import PrefillDoor
 from prefill_worker.worker import Prefilled, PrefillWorker, Source
 
-ME = Identity("prefill-0", 7, "toy")
-HOLDER = Place("decode-0", 7, "at decode-0")
-NEIGHBOUR = Place("prefill-1", 7, "at prefill-1")
+ME = WorkerIdentity("prefill-0", 7, "toy")
+HOLDER = KvPlace("decode-0", 7, "at decode-0")
+NEIGHBOUR = KvPlace("prefill-1", 7, "at prefill-1")
 
 
 def block_keys(root: bytes, tokens: list[int], size: int) -> list[bytes]:
@@ -47,7 +47,7 @@ async def first_turn(p: Pair) -> list[int]:
     return [*PROMPT, *expected()]
 
 
-async def second_turn(p: Pair, conversation: list[int], blocks: int = 7, place: Place = HOLDER) -> tuple[list[int], Prefilled]:
+async def second_turn(p: Pair, conversation: list[int], blocks: int = 7, place: KvPlace = HOLDER) -> tuple[list[int], Prefilled]:
     prompt = [*conversation, 50, 51, 52, 53, 54]
     first = await p.hand_over("next", prompt, source=Source(place, blocks))
     call = p.start(first, "next", tokens=prompt)
@@ -105,8 +105,8 @@ async def test_blocks_that_the_source_no_longer_has_are_computed() -> None:
         await p.settled()
 
 
-@pytest.mark.parametrize("place", [Place("decode-0", 6, "at decode-0"), Place("decode-1", 7, "at decode-0")])
-async def test_a_source_that_another_worker_replaced_is_not_read(place: Place) -> None:
+@pytest.mark.parametrize("place", [KvPlace("decode-0", 6, "at decode-0"), KvPlace("decode-1", 7, "at decode-0")])
+async def test_a_source_that_another_worker_replaced_is_not_read(place: KvPlace) -> None:
     async with pair() as p:
         conversation = await first_turn(p)
         _, first = await second_turn(p, conversation, place=place)

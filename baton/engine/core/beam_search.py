@@ -34,7 +34,7 @@ class Beam:
 
 
 @dataclass(slots=True)
-class Search:
+class BeamSearch:
     """One search, before its first step with one beam that has no tokens."""
 
     beams: Beams

@@ -20,7 +20,7 @@ from baton.engine.core.block_key import DEVICE
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class BlockContent:
     """What a block holds. `parent`: the key of the block before it; None: it is the first of a prompt."""
 
     parent: bytes | None
@@ -34,7 +34,7 @@ class CacheChange(NamedTuple):
     stored: bool
     key: bytes
     medium: str = DEVICE  # one of MEDIA
-    content: Content | None = None  # of a stored block, if the pool describes them
+    content: BlockContent | None = None  # of a stored block, if the pool describes them
 
 
 _change = tuple.__new__  # a `CacheChange` of all its fields, without the function of Python that a named tuple is made by
@@ -128,7 +128,7 @@ class BlockPool:
         for block in blocks:
             self._retain(block)
 
-    def seal(self, block: int, key: bytes, content: Content | None = None) -> None:
+    def seal(self, block: int, key: bytes, content: BlockContent | None = None) -> None:
         """Declare that an owned block is full and holds the KV of `key`: it is immutable from now on.
 
         If another block already has the key, this one stays private to its owners, and the older copy continues to be found.

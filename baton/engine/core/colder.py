@@ -4,7 +4,7 @@ down   The oldest cached blocks are saved before their room is needed, so that a
        sealed). The saver owns a block meanwhile. While none comes back (`ghosts`), only those of preempted sequences are.
 up     A sequence near the head of the queue whose keys go on in a tier beyond the prefix cache leaves the queue and keeps its place
        (`Scheduler.loading`). The load owns blocks for what comes. What has come is sealed and cached, and the sequence queues again: it is
-       admitted like any other, with a longer prefix. At `Load.deadline` the load ends with what has come, and the rest is computed.
+       admitted like any other, with a longer prefix. At `TierLoad.deadline` the load ends with what has come, and the rest is computed.
 ahead  `bring` loads blocks for which no sequence is here yet: a router's hint, a peer that borrows, KV of a handoff. They are cached. A
        sequence that comes meanwhile waits for that load like for one of its own.
 both   Where that is sooner, and it can be admitted now, it runs at once: its front is computed while the tail is loaded (`meeting`).
@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from baton.engine.core.ahead import Ahead, Result
 from baton.engine.core.block_key import DEVICE
-from baton.engine.core.blocks import BlockPool, CacheChange, Content, Keyed
+from baton.engine.core.blocks import BlockContent, BlockPool, CacheChange, Keyed
 from baton.engine.core.ghosts import Ghosts
 from baton.engine.core.kvcache import Pool
 from baton.engine.core.long_contexts import Shelf
@@ -39,14 +39,14 @@ BRINGING = 8  # loads for which no sequence is here, at a time
 SMOOTHING = 0.2  # weight of the newest step in the pace of prefills
 
 
-class Wanted(NamedTuple):
+class WantedBlock(NamedTuple):
     block: int
     key: bytes
     medium: str  # the nearest that holds the key
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class TierPolicy:
     at_once: bool = False  # blocks are saved when they are sealed, not only before they are evicted
     wait_s: float = 1.0  # the longest that a sequence waits for a load
     keeps_all: bool = False  # also while no block comes back
@@ -64,10 +64,10 @@ class Report(Protocol):
     def moved(self, stored: bool, medium: str, keys: Seq[bytes]) -> None: ...
 
 
-class Tiers(Protocol):
+class ColderTiers(Protocol):
     """Colder places. All but `open` and `close` is called in the engine's thread, returns at once and raises nothing."""
 
-    policy: Policy
+    policy: TierPolicy
 
     def open(self, pool: Pool, report: Report) -> None:
         """May wait for the media. Raises ValueError, which names the configuration key, for what cannot serve this pool."""
@@ -153,11 +153,11 @@ Ended = Callable[[int], None]  # gets the number of blocks that have come
 
 
 @dataclass(eq=False, slots=True)
-class Load:
+class TierLoad:
     seqs: list[Sequence]  # that wait for it
     known: list[int]  # blocks of the prefix before it; owned, so that they stay
-    wanted: list[Wanted]
-    contents: list[Content] | None  # of `wanted`, if the pool describes blocks
+    wanted: list[WantedBlock]
+    contents: list[BlockContent] | None  # of `wanted`, if the pool describes blocks
     deadline: float
     ended: list[Ended] = field(default_factory=list)  # those that have asked for it without a sequence
     ahead: bool = False  # it began without a sequence
@@ -167,7 +167,7 @@ class Load:
 class Colder:
     """Belongs to the engine's thread."""
 
-    def __init__(self, tiers: Tiers, pool: BlockPool, scheduler: Scheduler, both: bool = True) -> None:
+    def __init__(self, tiers: ColderTiers, pool: BlockPool, scheduler: Scheduler, both: bool = True) -> None:
         """`tiers`: are open. `both`: a load may land in the blocks of a sequence that runs."""
         self._both = both
         self._tiers = tiers
@@ -177,7 +177,7 @@ class Colder:
         self.ghosts = Ghosts(pool.num_blocks, tiers.capacity)
         tiers.follow(self.ghosts)
         self.held: dict[str, dict[bytes, None]] = {medium: {} for medium in tiers.media}  # medium, the nearest first → keys
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, TierLoad] = {}
         self._meetings: dict[int, Meeting] = {}
         scheduler.part, scheduler.admitted = self._part, self._admitted
         self._numbers = itertools.count()
@@ -191,7 +191,7 @@ class Colder:
         self.loaded_tokens = 0
 
     def turn(self, now: float) -> int:
-        """To be called before each step, and when there is none. Returns how many tokens running sequences have got."""
+        """Must be called before each step, and when there is none. Returns how many tokens running sequences have got."""
         self._tiers.watch(now)
         if self._left:
             self.ghosts.left(self._left, now)
@@ -225,7 +225,7 @@ class Colder:
         if count <= 0 or sum(not load.seqs for load in self._loads.values()) >= BRINGING:
             self._tell_hints(["nothing"] if hint else [])
             return None
-        number, load = self._begin(Load([], [], [], None, until, [ended], True, hint), keys, known, media[:count])
+        number, load = self._begin(TierLoad([], [], [], None, until, [ended], True, hint), keys, known, media[:count])
         if not hint:  # nobody has come yet
             self._ask(keys[known : known + count])
         self._tiers.load(number, load.wanted, 0.0 if hint else compute_s or 0.0)
@@ -386,14 +386,14 @@ class Colder:
         wait_s = self._policy.wait_s if compute_s is None else min(self._policy.wait_s, max(LEAST_WAIT_S, count * compute_s))
         scheduler.waiting.remove(seq)
         scheduler.loading.append(seq)
-        number, load = self._begin(Load([seq], [], [], contents, now + wait_s), keys, known, media[:count])
+        number, load = self._begin(TierLoad([seq], [], [], contents, now + wait_s), keys, known, media[:count])
         self._tiers.load(number, load.wanted, compute_s or 0.0)
 
-    def _begin(self, load: Load, keys: Seq[bytes], known: int, media: Seq[str]) -> tuple[int, Load]:
+    def _begin(self, load: TierLoad, keys: Seq[bytes], known: int, media: Seq[str]) -> tuple[int, TierLoad]:
         """Owns the known prefix, and blocks for what comes behind it: there is room."""
         load.known, fresh = self._pool.match(keys[:known]), self._pool.allocate(len(media))
         assert fresh is not None, "there is room for more"
-        load.wanted = [Wanted(*one) for one in zip(fresh, keys[known:], media, strict=False)]
+        load.wanted = [WantedBlock(*one) for one in zip(fresh, keys[known:], media, strict=False)]
         self._loads[number := next(self._numbers)] = load
         return number, load
 
@@ -402,7 +402,7 @@ class Colder:
         after = keys[known] if known < len(keys) else None
         return next((number for number, load in self._loads.items() if load.ahead and load.wanted[0].key == after), None)
 
-    def _join(self, seq: Sequence, known: int, load: Load, now: float) -> None:
+    def _join(self, seq: Sequence, known: int, load: TierLoad, now: float) -> None:
         load.deadline = min(load.deadline, now + self._policy.wait_s)
         load.seqs.append(seq)
         seq.sought = known
@@ -432,7 +432,7 @@ class Colder:
         if (front := tiers.worth_meeting(media, compute_s, now)) is None or not scheduler.begin(seq):
             return False
         number, end, known = next(self._numbers), len(keys), len(keys) - len(media)
-        wanted = [Wanted(seq.blocks[i], keys[i], media[i - known]) for i in range(end - 1, known - 1, -1)]
+        wanted = [WantedBlock(seq.blocks[i], keys[i], media[i - known]) for i in range(end - 1, known - 1, -1)]
         tiers.load(number, wanted, compute_s)
         seq.meets = self._meetings[number] = Meeting(
             seq, known + front, end, scheduler.block_size, partial(tiers.arrived, number), partial(tiers.narrow, number)

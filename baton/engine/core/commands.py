@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from baton.engine.core.block_key import DEVICE, MAX_EVENT_KEYS
-from baton.engine.core.colder import Colder, Tiers
-from baton.engine.core.contract import EngineStopped, Facts, Grammars, Listener, Traits, cache_events, taken
+from baton.engine.core.colder import Colder, ColderTiers
+from baton.engine.core.contract import EngineLoad, EngineStopped, Grammars, Listener, Traits, cache_events, taken
 from baton.engine.core.engine import Engine, Malformed, QueueFull, learn
 from baton.engine.core.grammar import GrammarRefused, GrammarsBusy
 from baton.engine.core.sequence import Sequence
@@ -20,10 +20,10 @@ LATE_S = 5.0  # a load ends between two steps, and a step may take as long
 LONG_PROMPT = 4096  # tokens; what is computed from every token of a longer prompt is not computed in the engine's thread
 
 
-def facts(engine: Engine) -> Facts:
+def facts(engine: Engine) -> EngineLoad:
     scheduler = engine.scheduler
     queued = *scheduler.waiting, *scheduler.loading, *scheduler.aside
-    return Facts(
+    return EngineLoad(
         running=len(scheduler.running) + len(scheduler.fetching),
         waiting=len(queued),
         waiting_tokens=sum(seq.pending for seq in (*queued, *scheduler.running) if seq.prefilling),
@@ -174,14 +174,14 @@ class Commands:
     def release_soon(self, blocks: Seq[int]) -> None:
         self.tell(lambda engine: engine.release(blocks))
 
-    async def look(self) -> Facts:
+    async def look(self) -> EngineLoad:
         return await self.call(facts)
 
     async def snapshot(self) -> tuple[int, dict[str, list[bytes]]]:
         return await self.call(lambda engine: (self._cache_sequence, held(engine)))
 
-    def attach(self, tiers: Tiers) -> None:
-        """To be called before it runs. May wait; raises what `Tiers.open` raises."""
+    def attach(self, tiers: ColderTiers) -> None:
+        """Must be called before it runs. May wait; raises what `ColderTiers.open` raises."""
         tiers.open(self.pool, Reports(self))
         self._engine.colder = Colder(tiers, self._engine.pool, self._engine.scheduler, both=not self._engine.runner.on_device)
         if self._engine.long_contexts:

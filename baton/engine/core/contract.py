@@ -23,7 +23,7 @@ from operator import attrgetter
 from typing import Literal, Protocol
 
 from baton.engine.core.block_key import MAX_EVENT_KEYS
-from baton.engine.core.blocks import CacheChange, Content
+from baton.engine.core.blocks import BlockContent, CacheChange
 from baton.engine.core.counts import Counts
 from baton.engine.core.engine import Output
 from baton.engine.core.grammar import Grammar
@@ -64,7 +64,7 @@ class CacheEvent:
     kind: Literal["stored", "removed"]
     keys: tuple[bytes, ...]
     medium: str
-    contents: tuple[Content | None, ...] = ()  # of stored blocks, if the engine describes them
+    contents: tuple[BlockContent | None, ...] = ()  # of stored blocks, if the engine describes them
 
 
 def cache_events(changes: Seq[CacheChange], after: int) -> list[CacheEvent]:
@@ -84,7 +84,7 @@ def cache_events(changes: Seq[CacheChange], after: int) -> list[CacheEvent]:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class EngineLoad:
     """The engine's load at one moment."""
 
     running: int
@@ -136,7 +136,7 @@ class ServingEngine(Protocol):
     def traits(self) -> Traits: ...
 
     async def add(self, seq: Sequence, forks: list[Sequence] | None = None) -> None:
-        """Queues a sequence. Raises `Refused`, and then keeps nothing of it.
+        """Queues a sequence. Raises `SequenceRefused`, and then keeps nothing of it.
 
         `forks`: sequences with the same prompt and no output. The engine computes the prompt once, if it can, and each goes on from there;
         if it cannot, because it lacks room, because `seq` left early, or because it does not share memory, they run all the same. Each has
@@ -147,7 +147,7 @@ class ServingEngine(Protocol):
 
     async def reserve(self, seq: Sequence) -> bool:
         """Reserves room for KV that comes from a peer, to be copied into `seq.blocks` from position `seq.computed` on. Returns False while
-        there is no room: call again, or `abort`. Raises `Refused`."""
+        there is no room: call again, or `abort`. Raises `SequenceRefused`."""
         ...
 
     async def adopt(self, seq: Sequence, end: int | None = None, first: int | None = None, forks: list[Sequence] | None = None) -> None:
@@ -157,7 +157,7 @@ class ServingEngine(Protocol):
 
     async def give_up(self, seq: Sequence, filling: list[int], first: int | None = None, forks: list[Sequence] | None = None) -> None:
         """The KV does not come: the engine computes it. `filling` gets the blocks that were reserved; the caller releases them once no byte
-        can land in them. `first` and `forks`: as in `adopt`. Raises `Refused` if nothing was reserved and the queue is full."""
+        can land in them. `first` and `forks`: as in `adopt`. Raises `SequenceRefused` if nothing was reserved and the queue is full."""
         ...
 
     async def abort(self, seq_id: str, filling: list[int]) -> None:
@@ -186,7 +186,7 @@ class ServingEngine(Protocol):
         """`release` without waiting."""
         ...
 
-    async def look(self) -> Facts: ...
+    async def look(self) -> EngineLoad: ...
 
     async def snapshot(self) -> tuple[int, dict[str, list[bytes]]]:
         """The number of the last cache event, and the keys that each medium holds after it; the device is always one."""

@@ -22,7 +22,7 @@ from baton.engine.core.step_costs import (
     Beside,
     Drafting,
     Line,
-    Other,
+    OtherGuess,
     Upkeep,
     allot,
     allot_others,
@@ -43,7 +43,7 @@ CELLS = 32  # steps of the chances by which it is remembered how many guesses a 
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DraftRequest:
     """What follows `seq.tokens`? All are known, and those of an earlier question are still there. No more than `most >= 1` guesses, for
     which `seq.blocks` has room."""
 
@@ -86,7 +86,7 @@ class Drafter:
         all of them. Nobody makes room for more, and who gets 0 is not asked; nothing at all: nobody is."""
         return [self.bound] * len(seqs)
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         """Guesses what follows, or nothing, for each of `asks`; a `Tree`, if others are of use and it knows some. It is asked once a step,
         for all its sequences: a model drafts them together."""
         return [() for _ in asks]
@@ -111,7 +111,7 @@ class Drafter:
 
 
 @dataclass(slots=True)
-class Pace:
+class DraftPace:
     """What is known of one sequence. The chances are exponentially decaying estimates."""
 
     first: float  # that a first guess is right
@@ -144,9 +144,9 @@ class Paced(Drafter):
         self.name = drafter.name
         self._step, self._upkeep = step, upkeep
         self._margin = 1.0 if step is ASSUMED else MARGIN
-        self._usual = [FIRST_ACCEPTANCE, FIRST_ACCEPTANCE]  # of the method, as in `Pace`: what is expected of a new sequence
+        self._usual = [FIRST_ACCEPTANCE, FIRST_ACCEPTANCE]  # of the method, as in `DraftPace`: what is expected of a new sequence
         self.bound = min(bound, drafter.bound)
-        self._paces: dict[Sequence, Pace] = {}
+        self._paces: dict[Sequence, DraftPace] = {}
         self._least: dict[tuple[int, Beside], float] = {}  # rows, `_beside` → `least_chance`
         self._least_others: dict[tuple[int, Beside], float] = {}  # and the same of other choices
         # rows, `_beside`, and chances in parts of CELLS → what a single one that is asked gets
@@ -175,7 +175,7 @@ class Paced(Drafter):
         if least > 1:
             return ()
         self._rest = 1 + int(TRIED_IN * least)
-        paces, asked = self._paces, dict[int, Pace]()
+        paces, asked = self._paces, dict[int, DraftPace]()
         for i, seq in enumerate(seqs):
             pace, known = paces.get(seq) or self._pace(seq), len(seq.tokens)
             if pace.ask_at <= known and (pace.first >= least or pace.try_at <= known):
@@ -196,12 +196,12 @@ class Paced(Drafter):
         return counts
 
     def _add_others(
-        self, seqs: Seq[Sequence], asked: Mapping[int, Pace], worth: Seq[int], counts: list[int], rows: int, beside: Beside
+        self, seqs: Seq[Sequence], asked: Mapping[int, DraftPace], worth: Seq[int], counts: list[int], rows: int, beside: Beside
     ) -> None:
         """Adds the guesses of other choices that are worth it to those of each sequence."""
         paces = [*asked.values()]
         others = [
-            Other(k, (chance, pace.further), min(self.drafter.other_tokens, self.bound - worth[k]))
+            OtherGuess(k, (chance, pace.further), min(self.drafter.other_tokens, self.bound - worth[k]))
             for k, pace in enumerate(paces)
             for chance in pace.others
         ]
@@ -214,7 +214,7 @@ class Paced(Drafter):
                 self._chosen_others[seqs[i]] = counts[i], own
                 counts[i] = min(self.bound, counts[i] + sum(own))
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         drafts = self.drafter.propose([self._with_others(ask) for ask in asks] if self._others else asks)
         for ask, guesses in zip(asks, drafts, strict=True):
             pace, known = self._pace(ask.seq), len(ask.seq.tokens)
@@ -225,11 +225,11 @@ class Paced(Drafter):
                 self._wait(pace, known)
         return [self._pruned(ask.seq, guesses) if isinstance(guesses, Tree) else guesses for ask, guesses in zip(asks, drafts, strict=True)]
 
-    def _with_others(self, ask: Ask) -> Ask:
+    def _with_others(self, ask: DraftRequest) -> DraftRequest:
         """Asks for other choices, too, where some are worth their rows. To know them takes time, so elsewhere it asks only from time to
         time, to learn how often they would have been right."""
         if (found := self._chosen_others.get(ask.seq)) is not None:
-            return Ask(ask.seq, min(ask.most, found[0]), True)
+            return DraftRequest(ask.seq, min(ask.most, found[0]), True)
         return replace(ask, others=True) if len(ask.seq.tokens) % OTHERS_ASKED == 0 else ask
 
     def _pruned(self, seq: Sequence, tree: Tree) -> Tree:
@@ -274,7 +274,7 @@ class Paced(Drafter):
         guess = self._upkeep.guess + self._upkeep.guess_token * tokens / len(seqs)
         return Beside(_leveled(step, plain), _leveled(guess, plain / rows))
 
-    def _allot(self, paces: Seq[Pace], rows: int, beside: Beside) -> Seq[int]:
+    def _allot(self, paces: Seq[DraftPace], rows: int, beside: Beside) -> Seq[int]:
         chances = [(pace.first / self._margin, pace.further) for pace in paces]
         if len(chances) > 1:
             return allot(chances, [self.bound] * len(paces), rows, self._step, self.drafter.drafting(len(paces)), beside)
@@ -286,14 +286,14 @@ class Paced(Drafter):
             remember(self._alone, about, found)
         return found
 
-    def _pace(self, seq: Sequence) -> Pace:
+    def _pace(self, seq: Sequence) -> DraftPace:
         pace = self._paces.get(seq)
         if pace is None:
             first, further = self._usual
-            pace = self._paces[seq] = Pace(first, further, len(seq.tokens) + self._rest, others=[*self._usual_others])
+            pace = self._paces[seq] = DraftPace(first, further, len(seq.tokens) + self._rest, others=[*self._usual_others])
         return pace
 
-    def _wait(self, pace: Pace, known: int) -> None:
+    def _wait(self, pace: DraftPace, known: int) -> None:
         """A question costs more than its answer is worth where there is none most of the time."""
         pace.ask_at = known + (1 << min(pace.unanswered, DOUBLINGS))
         pace.unanswered += 1
@@ -347,7 +347,7 @@ class Chosen(Drafter):
                 counts[i] = min(self.bound, max(counts[i], self._worth[name, seqs[i]]))
         return counts
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         worth, self._worth = self._worth, {}
         if not worth:
             return self._by_default(asks)
@@ -357,12 +357,12 @@ class Chosen(Drafter):
             own = [i for i, count in enumerate(most) if count]
             if not own:
                 continue
-            for i, guesses in zip(own, drafter.propose([Ask(asks[i].seq, most[i]) for i in own]), strict=True):
+            for i, guesses in zip(own, drafter.propose([DraftRequest(asks[i].seq, most[i]) for i in own]), strict=True):
                 drafts[i] = guesses
                 self._sources[asks[i].seq] = name
         return drafts
 
-    def _by_default(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def _by_default(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         if self._default not in self._methods:
             return [()] * len(asks)
         drafts = self._methods[self._default].propose(asks)

@@ -21,15 +21,15 @@ from baton.engine.core.scheduler import Scheduler, seats
 from baton.engine.core.sequence import Finish, Sequence, State, finish_reason
 
 
-class Refused(Exception):
+class SequenceRefused(Exception):
     """The engine does not accept this sequence and keeps nothing of it."""
 
 
-class QueueFull(Refused):
+class QueueFull(SequenceRefused):
     """The waiting queue is full."""
 
 
-class TooLong(Refused):
+class TooLong(SequenceRefused):
     """The sequence does not fit this engine, even if it is alone in it."""
 
 
@@ -37,7 +37,7 @@ class Unfetchable(TooLong):
     """The sequence is served, but its KV cannot come from elsewhere or be read there: it does not fit the pool."""
 
 
-class Malformed(Refused):
+class Malformed(SequenceRefused):
     """The sequence is invalid: it has no tokens, an unknown token, or a prompt that is longer than the sequence."""
 
 

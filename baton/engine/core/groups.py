@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from baton.engine.core.beam_search import Search
+from baton.engine.core.beam_search import BeamSearch
 from baton.engine.core.beams import Hypothesis
 from baton.engine.core.protocol import Runner
 from baton.engine.core.sampling import RAW, Sampled
@@ -24,9 +24,9 @@ from baton.engine.core.sequence import Sequence, State
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class BeamGroup:
     owner: Sequence
-    search: Search
+    search: BeamSearch
     beams: list[Sequence] = field(default_factory=list)  # one for each of `search.live`; none while the owner computes what they share
     rows: dict[Sequence, Sampled] = field(default_factory=dict)  # of the beams that wait for the others
     rooms: list[tuple[Sequence, Sequence]] = field(default_factory=list)  # (parent, beam) that need blocks before the next step
@@ -42,7 +42,7 @@ class Groups:
         self._scheduler = scheduler
         self._runner = runner
         self._sequences = sequences
-        self._groups: dict[Sequence, Group] = {}
+        self._groups: dict[Sequence, BeamGroup] = {}
 
     @property
     def wanted(self) -> int:
@@ -55,9 +55,9 @@ class Groups:
         if params.beams is None or not owner.branches:
             return
         stops = frozenset(params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos)
-        search = Search(params.beams, stops, params.max_tokens, params.min_tokens)
+        search = BeamSearch(params.beams, stops, params.max_tokens, params.min_tokens)
         owner.params = replace(params, temperature=0.0, logprobs=search.looks_at, logprobs_mode=RAW)
-        self._groups[owner] = Group(owner, search)
+        self._groups[owner] = BeamGroup(owner, search)
 
     def close(self, owner: Sequence) -> None:
         """The sequence has left: its beams are dropped."""
@@ -109,7 +109,7 @@ class Groups:
             owner.tokens[owner.prompt_len :] = group.search.trunk
             del owner.keys[len(owner.tokens) // self._runner.layout.block_size :]  # of another beam, perhaps
 
-    def _branch(self, group: Group) -> Sequence:
+    def _branch(self, group: BeamGroup) -> Sequence:
         """The first beam, with all that the owner has computed. It runs in its place."""
         owner, running = group.owner, self._scheduler().running
         beam = self._beam(group, owner, owner.tokens)
@@ -122,7 +122,7 @@ class Groups:
         self._sequences[beam.id] = beam
         return beam
 
-    def _beam(self, group: Group, parent: Sequence, tokens: list[int]) -> Sequence:
+    def _beam(self, group: BeamGroup, parent: Sequence, tokens: list[int]) -> Sequence:
         owner = group.owner
         full = parent.computed // self._runner.layout.block_size
         return Sequence(
@@ -137,7 +137,7 @@ class Groups:
             owner=owner,
         )
 
-    def _continue(self, group: Group, parents: list[Sequence], chosen: list[int]) -> None:
+    def _continue(self, group: BeamGroup, parents: list[Sequence], chosen: list[int]) -> None:
         """The search's new beams continue `parents`, which have computed all their tokens: beam i that of number `chosen[i]`."""
         beams: list[Sequence] = []
         for beam, number in zip(group.search.live, chosen, strict=False):

@@ -90,7 +90,7 @@ class LongContexts:
         self._ending: list[tuple[Sequence, str]] = []
 
     def turn(self, now: float) -> list[tuple[Sequence, str]]:
-        """To be called before each step. Returns the sequences that cannot go on, and why."""
+        """Must be called before each step. Returns the sequences that cannot go on, and why."""
         ending, self._ending = self._ending, []
         running = self._running()
         if why := self._shelf.why_off:

@@ -15,7 +15,7 @@ It pays where a row more costs next to nothing. On a CPU it does not: see docs/e
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from baton.engine.core.drafting import Ask, Drafter
+from baton.engine.core.drafting import Drafter, DraftRequest
 from baton.engine.core.protocol import accepted
 from baton.engine.core.sampling import Sampled
 from baton.engine.core.sequence import Sequence
@@ -68,7 +68,7 @@ class Lookahead(Drafter):
     def remembered(self) -> int:
         return len(self._sights)
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         return [self._sights.setdefault(ask.seq, Sight()).guess(ask.seq.tokens, ask.most) for ask in asks]
 
     def study(self, seq: Sequence, drafts: Seq[int], sampled: Seq[Sampled]) -> None:

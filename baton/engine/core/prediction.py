@@ -7,7 +7,7 @@ up over several steps.
 
 from collections.abc import Sequence as Seq
 
-from baton.engine.core.drafting import Ask, Drafter
+from baton.engine.core.drafting import Drafter, DraftRequest
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import PREDICTION, Follower
 
@@ -27,7 +27,7 @@ class Prediction(Drafter):
     def ready(self, seq: Sequence) -> bool:
         return bool(self._coming(seq, 1))
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         return [self._coming(ask.seq, ask.most) for ask in asks]
 
     def forget(self, seq: Sequence) -> None:

@@ -13,7 +13,7 @@ the memory, and would have to be updated along its links to know the latest.
 from array import array
 from collections.abc import Sequence as Seq
 
-from baton.engine.core.drafting import Ask, Drafter, Tree
+from baton.engine.core.drafting import Drafter, DraftRequest, Tree
 from baton.engine.core.sequence import Sequence
 
 SHORTEST = 2  # tokens of a match
@@ -23,7 +23,7 @@ TAKEN_IN = 512  # tokens of a long prompt that enter the table in one step; a st
 NOWHERE = -1
 
 
-class History:
+class SequenceHistory:
     """Where one sequence has said what. A place is a position whose token is known, and stands for the `SHORTEST` tokens before it."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class PromptLookup(Drafter):
     def __init__(self, others: int = 0) -> None:
         """`others`: so many places where other tokens follow are told, too."""
         self._others = others
-        self._histories: dict[Sequence, History] = {}
+        self._histories: dict[Sequence, SequenceHistory] = {}
 
     @property
     def remembered(self) -> int:
@@ -97,7 +97,7 @@ class PromptLookup(Drafter):
     def ready(self, seq: Sequence) -> bool:
         return self._place(seq) != NOWHERE
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         return [self._tree(ask) if ask.others and self._others else self._guess(ask.seq, ask.most) for ask in asks]
 
     def forget(self, seq: Sequence) -> None:
@@ -107,7 +107,7 @@ class PromptLookup(Drafter):
         place = self._place(seq)
         return [] if place == NOWHERE else read_on(seq.tokens, place, most)
 
-    def _tree(self, ask: Ask) -> Seq[int]:
+    def _tree(self, ask: DraftRequest) -> Seq[int]:
         seq = ask.seq
         guess = self._guess(seq, ask.most)
         if not guess:
@@ -117,6 +117,6 @@ class PromptLookup(Drafter):
 
     def _place(self, seq: Sequence) -> int:
         if (history := self._histories.get(seq)) is None:
-            history = self._histories[seq] = History()
+            history = self._histories[seq] = SequenceHistory()
         history.take_in(seq.tokens, TAKEN_IN)
         return history.match(seq.tokens)

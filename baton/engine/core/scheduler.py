@@ -25,8 +25,8 @@ from typing import Protocol
 from baton.engine.core.arrivals import Arrivals
 from baton.engine.core.beams import most_blocks
 from baton.engine.core.block_key import extend_keys
-from baton.engine.core.blocks import BlockPool, Content
-from baton.engine.core.drafting import Ask, Drafter, Tree
+from baton.engine.core.blocks import BlockContent, BlockPool
+from baton.engine.core.drafting import Drafter, DraftRequest, Tree
 from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Branch, Chunk
 from baton.engine.core.sequence import Sequence, State
@@ -363,12 +363,12 @@ class Scheduler:
         single = [i for i, chunk in enumerate(plan.chunks) if chunk.n == 1]
         if not single or budget <= 0:
             return
-        asks: dict[int, Ask] = {}
+        asks: dict[int, DraftRequest] = {}
         for i, most in zip(single, drafter.most([plan.chunks[i].seq for i in single], rows), strict=False):
             if most and self._guessable(plan.chunks[i]):
                 seq = plan.chunks[i].seq
                 if (most := min(budget, seq.remaining - 1, most)) > 0 and (most := self._room(seq, most)) > 0:
-                    asks[i] = Ask(seq, most)
+                    asks[i] = DraftRequest(seq, most)
         for i, drafts in zip(asks, drafter.propose([*asks.values()]) if asks else (), strict=True):
             if not drafts:
                 continue
@@ -416,10 +416,10 @@ class Scheduler:
             seq.blocks += self.pool.allocate(min(missing, self.pool.available)) or []
         return min(guesses, len(seq.blocks) * self.block_size - seq.computed - 1)
 
-    def content(self, seq: Sequence, index: int) -> Content:
+    def content(self, seq: Sequence, index: int) -> BlockContent:
         """The content of one of its full blocks."""
         start = index * self.block_size
-        return Content(seq.keys[index - 1] if index else None, tuple(seq.tokens[start : start + self.block_size]))
+        return BlockContent(seq.keys[index - 1] if index else None, tuple(seq.tokens[start : start + self.block_size]))
 
     def final_blocks(self, seq: Sequence) -> int:
         """The most blocks that `seq` will own on this worker, with all its beams. A sequence that will be held stops at its first token."""

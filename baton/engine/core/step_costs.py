@@ -121,7 +121,7 @@ def least_chance(rows: int, most: int, step: Line, drafting: Drafting, beside: B
     return (step.further(rows, most) + drafting.guess + beside.guess) * rows / (step.at(rows) + beside.step)
 
 
-class Worth(NamedTuple):
+class DraftWorth(NamedTuple):
     guesses: list[tuple[int, float]]  # (whose, chance that it becomes output), the likeliest first
     tokens: float  # expected of the step with them
     seconds: float
@@ -129,7 +129,7 @@ class Worth(NamedTuple):
 
 def _worth(
     chances: Seq[Chances], most: Seq[int], rows: int, step: Line, before: tuple[float, float], guess: float, begin: float = 0.0
-) -> Worth:
+) -> DraftWorth:
     """Those guesses with which a step yields the most tokens a second. `rows` and `before`, its tokens and seconds: without them; `guess`:
     seconds for each, `begin`: and for the first of each sequence."""
     end, taken, kept, given = rows + sum(most), list[tuple[int, float]](), 0, [0] * len(chances)
@@ -154,7 +154,7 @@ def _worth(
             best, kept = (tokens, seconds), len(taken)
         if given[i] < most[i]:
             heappush(queue, (chance * chances[i][1], i))
-    return Worth(taken[:kept], *best)
+    return DraftWorth(taken[:kept], *best)
 
 
 def allot(chances: Seq[Chances], most: Seq[int], rows: int, step: Line, drafting: Drafting, beside: Beside = NOTHING_BESIDE) -> list[int]:
@@ -172,7 +172,7 @@ def allot(chances: Seq[Chances], most: Seq[int], rows: int, step: Line, drafting
     return counts
 
 
-class Other(NamedTuple):
+class OtherGuess(NamedTuple):
     """Guesses of sequence number `of` that begin with another token than its first ones. Nothing has to be drafted for them."""
 
     of: int
@@ -181,7 +181,7 @@ class Other(NamedTuple):
 
 
 def allot_others(
-    others: Seq[Other],
+    others: Seq[OtherGuess],
     chances: Seq[Chances],
     counts: Seq[int],
     rows: int,

@@ -127,7 +127,7 @@ def lay_row(x, width, row, tiles):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StridedRows:
     """Rows in memory: where they begin, how many bytes are from one to the next, and how many bytes a line has."""
 
     first: Any

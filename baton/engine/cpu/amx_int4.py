@@ -10,7 +10,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from baton.engine.core.pages import LINE
-from baton.engine.cpu.amx import SUMS, TILE, Rows, W, X, bytes_of, number, on_tile
+from baton.engine.cpu.amx import SUMS, TILE, StridedRows, W, X, bytes_of, number, on_tile
 from baton.engine.cpu.group_tile import WORDS
 from baton.engine.cpu.tile import (
     FLOATS,
@@ -110,7 +110,7 @@ class _Groups:
         builder, g, mine, other = self.builder, self._group(flight, i), number(X[i % 2]), number(W[i % 2])
         line, half = builder.lshr(g, I64(1)), builder.and_(g, I64(1))
         at = builder.add(builder.mul(line, I64(TILE * LINE)), builder.mul(half, I64(INT4_GROUP)))
-        rows = Rows(builder.gep(self.panel, [builder.mul(g, I64(INT4_GROUP * OUTS))]), I64(2 * LINE))
+        rows = StridedRows(builder.gep(self.panel, [builder.mul(g, I64(INT4_GROUP * OUTS))]), I64(2 * LINE))
         on_tile(builder, "tilezero", number(SUMS[i]))
         on_tile(builder, "tileloadd64", mine, builder.gep(self.x, [at]), I64(LINE))
         on_tile(builder, "tileloadd64", other, *rows.tile(builder, 0, builder.mul(self.column, I64(LINE))))

@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from baton.engine.core.pages import LINE
-from baton.engine.cpu.amx import CHUNK, DOT, ROWS, SUMS, TILE, Rows, W, X, begin_tiles, bytes_of, end_tiles, lay_row, number, on_tile
+from baton.engine.cpu.amx import CHUNK, DOT, ROWS, SUMS, TILE, StridedRows, W, X, begin_tiles, bytes_of, end_tiles, lay_row, number, on_tile
 from baton.engine.cpu.kernel import body
 from baton.engine.cpu.primitives import fetch, from_line, in_parts, part_of, round_row
 from baton.engine.cpu.tile import (
@@ -45,14 +45,14 @@ TILE_SUMS = TILE * 2 * LINE  # bytes of the sums of TILE rows
 
 
 def _multiply(
-    builder: Any, dot: str, before: Rows, x: Sequence[Rows], panel: Any, lines: Any, after: Rows,
+    builder: Any, dot: str, before: StridedRows, x: Sequence[StridedRows], panel: Any, lines: Any, after: StridedRows,
     meanwhile: Callable[[Any], None] | None = None,
 ) -> None:  # fmt: skip
     """`after[r, o] = before[r, o] + Σ x[r, k] · panel[k, o]` for the rows of one tile or two, and the ks of some lines of x.
 
     `x`: the rows of each tile. `meanwhile(k)` is done at the kth line.
     """
-    w, mine, load = Rows(panel, I64(2 * LINE)), SUMS[: 2 * len(x)], partial(_load, builder)
+    w, mine, load = StridedRows(panel, I64(2 * LINE)), SUMS[: 2 * len(x)], partial(_load, builder)
 
     def add(k: Any, none: list[Any]) -> list[Any]:
         if meanwhile:
@@ -73,7 +73,7 @@ def _multiply(
         on_tile(builder, "tilestored64", number(tile), *after.tile(builder, tile // 2, I64(tile % 2 * LINE)))
 
 
-def _load(builder: Any, tile: int, rows: Rows, nth: int, at: Any) -> None:
+def _load(builder: Any, tile: int, rows: StridedRows, nth: int, at: Any) -> None:
     on_tile(builder, "tileloadd64", number(tile), *rows.tile(builder, nth, at))
 
 
@@ -118,9 +118,9 @@ class _Part:
         first = builder.mul(b, I64(ROWS))
         at = builder.mul(b, I64(2 * TILE_SUMS))
         tall = [builder.mul(self.high, builder.add(builder.mul(b, I64(2)), I64(r))) for r in range(tiles)]
-        x_rows = [Rows(bytes_of(builder, builder.gep(self.x, [each])), I64(LINE), TILE * LINE) for each in tall]
-        before_rows = Rows(builder.gep(self.before, [builder.mul(at, self.again)]), builder.mul(self.again, I64(2 * LINE)))
-        after = Rows(builder.gep(self.sums, [at]), I64(2 * LINE))
+        x_rows = [StridedRows(bytes_of(builder, builder.gep(self.x, [each])), I64(LINE), TILE * LINE) for each in tall]
+        before_rows = StridedRows(builder.gep(self.before, [builder.mul(at, self.again)]), builder.mul(self.again, I64(2 * LINE)))
+        after = StridedRows(builder.gep(self.sums, [at]), I64(2 * LINE))
         ahead = builder.mul(self.lines, builder.add(builder.mul(b, I64(FETCHED * LINE)), I64(PANEL)))
         meanwhile = partial(self._fetch, b, first, ahead) if whole else None
         _multiply(builder, self.dot, before_rows, x_rows, self.panel, self.lines, after, meanwhile)
@@ -209,9 +209,9 @@ def _block(builder: Any, dot: str, arrays: Sequence[tuple[Any, Any]], panel: Any
     _multiply(builder, dot, first, x_rows, panel, lines, last)
 
 
-def _rows_from(builder: Any, array: Any, stride: Any, row: Any) -> Rows:
+def _rows_from(builder: Any, array: Any, stride: Any, row: Any) -> StridedRows:
     size = builder.mul(stride, I64(SIZES[array.type.pointee]))
-    return Rows(builder.gep(bytes_of(builder, array), [builder.mul(size, row)]), size)
+    return StridedRows(builder.gep(bytes_of(builder, array), [builder.mul(size, row)]), size)
 
 
 @body

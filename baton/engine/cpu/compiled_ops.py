@@ -193,7 +193,7 @@ class CompiledOps(Ops):
         return out
 
 
-def choice(kind: torch.dtype) -> products.Choice:
+def choice(kind: torch.dtype) -> products.ProductChoice:
     """Chooses what multiplies weights of this type, with as many threads as torch has now."""
     return products.choice(kind, torch.get_num_threads(), _arm, _kernels())
 

@@ -45,7 +45,7 @@ UNDISTURBED = 0.75  # of the threads' time on a core; 0.8 and more on an idle ma
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ProductChoice:
     by: str  # one of CANDIDATES
     seconds: dict[str, list[float]]  # of each candidate that can multiply here, for as many of ROWS as it was tried with; else only `by`
 
@@ -91,7 +91,7 @@ def measured(arms: Mapping[str, Multiply], dtype: torch.dtype) -> dict[str, list
 
 
 @cache
-def choice(kind: torch.dtype, threads: int, arm: Callable[[str, Tensor], Multiply], alike: str = "") -> Choice:
+def choice(kind: torch.dtype, threads: int, arm: Callable[[str, Tensor], Multiply], alike: str = "") -> ProductChoice:
     """The choice for such weights. `arm(candidate, matrix)` raises ValueError if the candidate cannot multiply `[OUTS, WIDTH]` here.
     `alike`: what must be the same for the results of one candidate to have the same bits elsewhere."""
     topic = f"products of {kind}, {alike}, torch {torch.__version__}"
@@ -104,7 +104,7 @@ def choice(kind: torch.dtype, threads: int, arm: Callable[[str, Tensor], Multipl
     if mine is not None and held == mine.by:
         return mine
     if _can(held, kind, arm):
-        return Choice(held, {held: []})
+        return ProductChoice(held, {held: []})
     mine = mine or _tried(kind, arm, file)
     log.warning("other workers of this cluster multiply %s by %s, which cannot do it here: %s does", kind, held, mine.by)
     return mine
@@ -120,11 +120,11 @@ def _can(by: str, kind: torch.dtype, arm: Callable[[str, Tensor], Multiply]) -> 
     return True
 
 
-def _tried(kind: torch.dtype, arm: Callable[[str, Tensor], Multiply], file: Path | None) -> Choice:
+def _tried(kind: torch.dtype, arm: Callable[[str, Tensor], Multiply], file: Path | None) -> ProductChoice:
     """Tries what multiplies fastest here, and keeps it in the file."""
     arms = _arms(kind, arm)
     first = next(iter(arms))
-    untried = Choice(first, {first: []})
+    untried = ProductChoice(first, {first: []})
     if file is None:
         log.warning("there is no place to keep what multiplies fastest, so %s does", first)
         return untried
@@ -169,13 +169,13 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def _try(kind: torch.dtype, arms: Mapping[str, Multiply]) -> tuple[Choice, float]:
+def _try(kind: torch.dtype, arms: Mapping[str, Multiply]) -> tuple[ProductChoice, float]:
     """Tries all arms. Returns the choice, and what share of the time the threads were on a core."""
     began, before = _clocks()
     with torch.inference_mode():
         seconds = measured(arms, torch.float32 if kind == torch.int8 else kind)
     ended, after = _clocks()
-    return Choice(decide(seconds), seconds), (after - before) / (ended - began) / torch.get_num_threads()
+    return ProductChoice(decide(seconds), seconds), (after - before) / (ended - began) / torch.get_num_threads()
 
 
 def _clocks() -> tuple[float, float]:
@@ -188,9 +188,9 @@ def _machine(kind: torch.dtype, threads: int) -> int:
     return zlib.crc32(repr((host(), str(kind), threads, torch.__version__, key_of(OWN))).encode())
 
 
-def _kept(file: Path) -> Choice | None:
+def _kept(file: Path) -> ProductChoice | None:
     try:
-        found = Choice(**json.loads(file.read_text()))
+        found = ProductChoice(**json.loads(file.read_text()))
         if found.by in found.seconds:
             return found
     except OSError:
@@ -202,7 +202,7 @@ def _kept(file: Path) -> Choice | None:
     return None
 
 
-def _keep(file: Path, found: Choice, otherwise: Choice) -> Choice:
+def _keep(file: Path, found: ProductChoice, otherwise: ProductChoice) -> ProductChoice:
     """What the first process found, if several try at once; `otherwise` if it cannot be kept: the next one might find something else."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".json") as whole:

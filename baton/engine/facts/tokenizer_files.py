@@ -41,7 +41,7 @@ class AddedToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ToldToken:
     """A token, and the file and field that name it."""
 
     token: AddedToken
@@ -59,8 +59,8 @@ class TokenizerFiles:
     made_by: str  # the class, by its name in `transformers`
     added: tuple[AddedToken, ...]  # to be added to `definition`, in this order
     ids: Mapping[str, int]  # of every token, once they are
-    beyond: tuple[Told, ...]  # tokens that are not added: the model has no embedding for them
-    named: Mapping[str, Told]
+    beyond: tuple[ToldToken, ...]  # tokens that are not added: the model has no embedding for them
+    named: Mapping[str, ToldToken]
     template: str | None = None
     template_place: str = ""
 
@@ -128,24 +128,24 @@ def _plain(content: str) -> AddedToken:
     return AddedToken(content, special=True, normalized=False)
 
 
-def _is_in(named: Mapping[str, Told], name: str, flags: Mapping[str, Told]) -> bool:
+def _is_in(named: Mapping[str, ToldToken], name: str, flags: Mapping[str, ToldToken]) -> bool:
     return name in named and named[name].content in flags
 
 
-def _told(value: Any, f: Fields, name: str, special: bool = False) -> Told | None:
+def _told(value: Any, f: Fields, name: str, special: bool = False) -> ToldToken | None:
     """A token is written as its text, or as an object with its text and how it is matched. `special`: an object is, whatever it says."""
     place = f"{f.file.name}: {f.path}{name}"
     if value is None or isinstance(value, str):
-        return None if value is None else Told(_plain(value), place, flagged=False)
+        return None if value is None else ToldToken(_plain(value), place, flagged=False)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         raise f.error(name, f"must be a token: a string, or an object with a content, got {value!r}")
     given = Fields(f.file, value, f"{f.path}{name}.")
     special = special or given.flag("special")
     flags = {flag: given.flag(flag) for flag in ("lstrip", "rstrip", "single_word")}
-    return Told(AddedToken(value["content"], special, given.flag("normalized", not special), **flags), place)
+    return ToldToken(AddedToken(value["content"], special, given.flag("normalized", not special), **flags), place)
 
 
-def _own(tree: _Json, file: Path) -> Iterator[tuple[int, Told]]:
+def _own(tree: _Json, file: Path) -> Iterator[tuple[int, ToldToken]]:
     """id → token, as tokenizer.json has them."""
     f = Fields(file, tree)
     for i, value in enumerate(f.get("added_tokens", [])):
@@ -155,7 +155,7 @@ def _own(tree: _Json, file: Path) -> Iterator[tuple[int, Told]]:
         yield value["id"], told
 
 
-def _decoder(settings: Fields) -> Iterator[tuple[int, Told]]:
+def _decoder(settings: Fields) -> Iterator[tuple[int, ToldToken]]:
     decoder = settings.inner("added_tokens_decoder")
     for key, value in decoder.raw.items():
         told = _told(value, decoder, key)
@@ -164,14 +164,14 @@ def _decoder(settings: Fields) -> Iterator[tuple[int, Told]]:
         yield int(key), told
 
 
-def _older(f: Fields, special: set[str]) -> Iterator[tuple[int, Told]]:
+def _older(f: Fields, special: set[str]) -> Iterator[tuple[int, ToldToken]]:
     for content, id_ in f.raw.items():
         if type(id_) is not int or id_ < 0:
             raise f.error(content, f"must be a token id, got {id_!r}")
-        yield id_, Told(AddedToken(content, content in special, content not in special), f"{OLDER}: {content}")
+        yield id_, ToldToken(AddedToken(content, content in special, content not in special), f"{OLDER}: {content}")
 
 
-def _extra(settings: Fields, beside: Fields) -> tuple[list[Told], set[str]]:
+def _extra(settings: Fields, beside: Fields) -> tuple[list[ToldToken], set[str]]:
     """Special tokens without a name, and those among them by which `added_tokens.json` knows what is special."""
     first = _list(settings, _EXTRA) or _list(settings, _OLDER_EXTRA)
     known = _contents(first)
@@ -180,11 +180,11 @@ def _extra(settings: Fields, beside: Fields) -> tuple[list[Told], set[str]]:
     return first if first or _EXTRA in settings.raw else _list(beside, _OLDER_EXTRA), _contents(first)
 
 
-def _contents(tolds: Iterable[Told]) -> set[str]:
+def _contents(tolds: Iterable[ToldToken]) -> set[str]:
     return {told.content for told in tolds}
 
 
-def _list(f: Fields, name: str) -> list[Told]:
+def _list(f: Fields, name: str) -> list[ToldToken]:
     given = f.get(name, [])
     if isinstance(given, dict) and name == _EXTRA:  # tokens with names of their own
         return []
@@ -194,10 +194,10 @@ def _list(f: Fields, name: str) -> list[Told]:
     return [told for told in tolds if told is not None]
 
 
-def _named(settings: Fields, beside: Fields, made_by: str) -> dict[str, Told]:
+def _named(settings: Fields, beside: Fields, made_by: str) -> dict[str, ToldToken]:
     """Tokens by name, in the order in which `transformers` adds them."""
-    found = {name: Told(_plain(content), f"the default of {made_by}", False) for name, content in REBUILT.get(made_by, {}).items()}
-    own: dict[str, Told] = {}
+    found = {name: ToldToken(_plain(content), f"the default of {made_by}", False) for name, content in REBUILT.get(made_by, {}).items()}
+    own: dict[str, ToldToken] = {}
     for f in (settings, beside):
         for name, value in f.raw.items():
             if name in NAMES:
@@ -213,7 +213,9 @@ def _named(settings: Fields, beside: Fields, made_by: str) -> dict[str, Told]:
     return {name: found[name] for name in NAMES if name in found} | own
 
 
-def _to_add(own: list[Told], declared: Mapping[int, Told], named: Mapping[str, Told], extra: list[Told]) -> list[Told]:
+def _to_add(
+    own: list[ToldToken], declared: Mapping[int, ToldToken], named: Mapping[str, ToldToken], extra: list[ToldToken]
+) -> list[ToldToken]:
     """The tokens that `own`, those of the tokenizer, lack, or have with other flags."""
     there = {told.token for told in own}
     added = [told for _, told in sorted(declared.items()) if told.token not in there]
@@ -226,7 +228,7 @@ def _to_add(own: list[Told], declared: Mapping[int, Told], named: Mapping[str, T
     return [replace(told, token=replace(told.token, special=True)) if told.content in names else told for told in added]
 
 
-def _ids(tree: _Json, added: list[Told], config: Fields) -> tuple[Mapping[str, int], tuple[Told, ...]]:
+def _ids(tree: _Json, added: list[ToldToken], config: Fields) -> tuple[Mapping[str, int], tuple[ToldToken, ...]]:
     """The id of every token, as the `tokenizers` library gives them, and the tokens that the model has no embedding for. A name such as
     `pad_token` is often given to a token that the model never got; `transformers` fails when a prompt contains it."""
     given = tree["model"].get("vocab") or {}
@@ -245,7 +247,7 @@ def _ids(tree: _Json, added: list[Told], config: Fields) -> tuple[Mapping[str, i
     return MappingProxyType(ids), tuple(beyond)
 
 
-def _compare(declared: Mapping[int, Told], ids: Mapping[str, int], beyond: set[str], path: Path) -> None:
+def _compare(declared: Mapping[int, ToldToken], ids: Mapping[str, int], beyond: set[str], path: Path) -> None:
     """Raises CheckpointError for a token that would get another id than the one that a file declares."""
     for id_, told in declared.items():
         if told.content not in beyond and ids.get(told.content) != id_:

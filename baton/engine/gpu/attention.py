@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.gpu.inputs import Inputs, Step
+from baton.engine.gpu.inputs import DeviceStep, Inputs
 from baton.engine.model.attention import PagedAttention, PagedKv, plan, plan_store, store
 from baton.engine.model.checkpoint import LayerAttention
 
 
-class Rounded(NamedTuple):
+class RoundedKv(NamedTuple):
     """One layer of a pool of int8. The scale of what a head has for a token is what its numbers are multiplied by."""
 
     numbers: Tensor  # [N, P, Hkv, bs, D]
@@ -29,12 +29,12 @@ class Packed(NamedTuple):
     scales: Tensor  # [N, P, Hkv, bs] bfloat16, or [N, L, P, Hkv, bs]
 
 
-Layer = Tensor | Rounded | Packed  # a tensor: numbers of the model's type
+Layer = Tensor | RoundedKv | Packed  # a tensor: numbers of the model's type
 
 
 def parts_of(layer: Layer) -> tuple[Tensor, Tensor]:
     """The numbers and the scales; those of numbers that have none are not read."""
-    if isinstance(layer, Rounded):
+    if isinstance(layer, RoundedKv):
         return layer
     return (layer.rows, layer.scales) if isinstance(layer, Packed) else (layer, layer)
 
@@ -67,10 +67,10 @@ class DeviceAttention:
         if isinstance(pool, Packed):
             self.views = tuple(map(Packed, numbers.unbind(dim=1), repeat(dim), pool.scales.unbind(dim=1)))
         elif scales is not None:
-            self.views = tuple(map(Rounded, numbers.unbind(dim=1), scales.unbind(dim=1)))
+            self.views = tuple(map(RoundedKv, numbers.unbind(dim=1), scales.unbind(dim=1)))
         self.paged = PagedKv(numbers, value_dim, None, scales, dtype, dim)
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: DeviceStep) -> None:
         """Prepares what is the same for all layers. Also called before a captured step is replayed."""
         raise NotImplementedError
 
@@ -81,7 +81,7 @@ class DeviceAttention:
 class TorchAttention(DeviceAttention):
     """`baton.engine.model.attention`, unchanged."""
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: DeviceStep) -> None:
         self._attend = PagedAttention(self.paged, plan(step.spans, self.paged, self.layers))
         self._again = [row for row, _ in step.again]
         self._slots = plan_store([span for _, span in step.again], self.paged)[1] if step.again else None

@@ -23,7 +23,7 @@ from baton.engine.core.sampling import GREEDY_BELOW, SamplingParams, noise_key
 from baton.engine.gpu.attention import DeviceAttention
 from baton.engine.gpu.device import Mark, upload
 from baton.engine.gpu.graphs import Compute
-from baton.engine.gpu.inputs import Following, Inputs, Run, Step
+from baton.engine.gpu.inputs import DeviceStep, Following, Inputs, TokenRun
 from baton.engine.gpu.sampler import Filters, Pick
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # sequences that a graph drafts for
@@ -31,10 +31,10 @@ NO_LIMIT = 1 << 62  # of tokens that top-k leaves
 ALIGNED = 64  # bytes from one array of an upload to the next
 
 
-class Lane(NamedTuple):
+class DraftLane(NamedTuple):
     """A sequence that is drafted for."""
 
-    run: Run  # its last tokens, as far as they have no KV, the last known one in any case
+    run: TokenRun  # its last tokens, as far as they have no KV, the last known one in any case
     last: int  # the last position that it has a block for
     params: SamplingParams
     known: int  # its tokens
@@ -53,7 +53,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class ChainParts:
     """What a chain is made of."""
 
     model: Model
@@ -70,7 +70,7 @@ class How:
 class Chain:
     """Drafts for any number of sequences."""
 
-    def __init__(self, how: How) -> None:
+    def __init__(self, how: ChainParts) -> None:
         self._how = how
         self._graphs: dict[tuple[int, bool], Captured] = {}
         if how.attention.capturable:
@@ -81,8 +81,8 @@ class Chain:
                     self._graphs[size, greedy] = Captured(how, size, greedy)
 
     @torch.inference_mode()
-    def draft(self, lanes: Seq[Lane], steps: int) -> tuple[list[list[int]], list[list[int]]]:
-        """For each of `lanes`, `steps` tokens, and the other choices of the first of them."""
+    def draft(self, lanes: Seq[DraftLane], steps: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Drafts `steps` tokens for each of `lanes`, and the other choices of the first of them."""
         if not self._graphs:
             return self._one_by_one(lanes, steps)
         drafts, others = list[list[int]](), list[list[int]]()
@@ -94,7 +94,7 @@ class Chain:
             others += found[: len(some), self._how.bound :].tolist()
         return drafts, others
 
-    def _one_by_one(self, lanes: Seq[Lane], steps: int) -> tuple[list[list[int]], list[list[int]]]:
+    def _one_by_one(self, lanes: Seq[DraftLane], steps: int) -> tuple[list[list[int]], list[list[int]]]:
         how, drafts, others = self._how, [list[int]() for _ in lanes], list[list[int]]()
         going, runs = [*range(len(lanes))], [lane.run for lane in lanes]
         hidden = None if how.states is None else how.states[[state for lane in lanes for state in lane.states]]
@@ -113,7 +113,7 @@ class Chain:
             others = others or more.T.tolist()
             for i, token in zip(going, found.tolist(), strict=True):
                 drafts[i].append(token)
-                runs[i] = Run(runs[i].key, runs[i].end, drafts[i][-1:], runs[i].blocks, True, runs[i].end)
+                runs[i] = TokenRun(runs[i].key, runs[i].end, drafts[i][-1:], runs[i].blocks, True, runs[i].end)
             left = [at for at, i in enumerate(going) if runs[i].start <= lanes[i].last]
             if not left:
                 break
@@ -124,7 +124,7 @@ class Chain:
 class Captured:
     """The graphs of one number of sequences."""
 
-    def __init__(self, how: How, size: int, greedy: bool) -> None:
+    def __init__(self, how: ChainParts, size: int, greedy: bool) -> None:
         self._how, self._size, self._greedy = how, size, greedy
         wide, device = how.wide * size, how.inputs.device
         types: list[tuple[str, npt.DTypeLike, tuple[int, ...]]] = [
@@ -152,7 +152,7 @@ class Captured:
         self._memory.copy_(upload(self._packed([], 1), device))
         self._begin, self._go_on = (how.capture(compute) for compute in (self._compute_first, self._compute_further))
 
-    def draft(self, lanes: Seq[Lane], steps: int) -> npt.NDArray[np.int64]:
+    def draft(self, lanes: Seq[DraftLane], steps: int) -> npt.NDArray[np.int64]:
         """`[S, bound + others]`: the first `steps` of each, and the other choices."""
         self._memory.copy_(upload(self._packed(lanes, steps), self._how.inputs.device))
         self._begin()
@@ -191,7 +191,7 @@ class Captured:
         advance(found, self._found, tensors["counts"], tensors["keys"], self._key, self._next, tables, inputs.block_size)
         return self._found
 
-    def _packed(self, lanes: Seq[Lane], steps: int) -> npt.NDArray[np.uint8]:
+    def _packed(self, lanes: Seq[DraftLane], steps: int) -> npt.NDArray[np.uint8]:
         """What the steps read. Places of nobody are the dummy's."""
         how, size = self._how, self._size
         memory = np.zeros(len(self._memory), np.uint8)
@@ -233,7 +233,7 @@ TORCH = {
 
 
 def filters_of(params: Seq[SamplingParams], keys: Seq[int], vocab: int, device: torch.device) -> Filters:
-    """Of a draw in which nothing depends on what was said before."""
+    """The filters of a draw in which nothing depends on what was said before."""
     facts = {name: upload(value, device) for name, value in _facts(params, vocab).items()}
     noise = upload(np.array(keys, dtype=np.uint64).view(np.int64), device)
     return Filters(facts["temperature"], facts["top_k"], facts["top_p"], facts["floor"], facts["greedy"], noise, True)
@@ -273,18 +273,18 @@ def _facts(params: Seq[SamplingParams], vocab: int) -> dict[str, npt.NDArray[np.
     }
 
 
-def _rows_of(runs: Seq[Run], order: Seq[int]) -> list[int]:
+def _rows_of(runs: Seq[TokenRun], order: Seq[int]) -> list[int]:
     """The rows of the tokens of `runs`, which stand one after the other, in another order of the runs."""
     starts = np.cumsum([0, *(len(run.tokens) for run in runs)])
     return [int(row) for i in order for row in range(starts[i], starts[i + 1])]
 
 
-def _step(tensors: Mapping[str, Tensor], size: int) -> Step:
+def _step(tensors: Mapping[str, Tensor], size: int) -> DeviceStep:
     """A captured step of `size` decodes in these tensors."""
     nothing: npt.NDArray[np.int32] = np.empty(0, np.int32)
     named = {name: tensors[name] for name in ("tokens", "positions", "slots", "tails", "seats", "lens")}
     firsts = torch.arange(size + 1, dtype=torch.int32, device=named["lens"].device)
-    return Step(
+    return DeviceStep(
         batch=[], order=[], seated=[], spans=[], decodes=0, size=size, captured=True, lengths=nothing, rows=nothing, firsts=firsts,
         again=[], sources=None, **named,
     )  # fmt: skip

@@ -28,7 +28,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class BackendFacts:
     """What decides which backends are possible."""
 
     device: str  # "cuda", "cpu"
@@ -43,7 +43,7 @@ def installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def why_not(backend: str, facts: Facts, found: Callable[[str], bool] = installed) -> str | None:
+def why_not(backend: str, facts: BackendFacts, found: Callable[[str], bool] = installed) -> str | None:
     """Why a backend cannot serve a pool; None if it can."""
     if backend == "torch":
         return None
@@ -76,7 +76,7 @@ class Tried:
     reason: str = ""  # why it is not, in one line
 
 
-def tries(wanted: str, facts: Facts, attempt: Callable[[str], object], found: Callable[[str], bool] = installed) -> Iterator[Tried]:
+def tries(wanted: str, facts: BackendFacts, attempt: Callable[[str], object], found: Callable[[str], bool] = installed) -> Iterator[Tried]:
     """Tries backends, best first if `wanted` is auto, as far as the caller asks. `attempt` computes with one and raises whatever it raises:
     a package that is installed may lack a compiler, or kernels for this device."""
     for backend in BACKENDS if wanted == "auto" else (wanted,):
@@ -89,7 +89,9 @@ def tries(wanted: str, facts: Facts, attempt: Callable[[str], object], found: Ca
         yield Tried(backend, reason is None, reason or "")
 
 
-def first_that_works(wanted: str, facts: Facts, attempt: Callable[[str], object], found: Callable[[str], bool] = installed) -> list[Tried]:
+def first_that_works(
+    wanted: str, facts: BackendFacts, attempt: Callable[[str], object], found: Callable[[str], bool] = installed
+) -> list[Tried]:
     """What was tried, the last of which works. Raises ValueError, which says what each lacks, if none does."""
     if wanted not in ("auto", *BACKENDS):
         raise ValueError(f"engine.attention_backend: {wanted!r} is unknown; known: auto, {', '.join(BACKENDS)}")
@@ -101,7 +103,7 @@ def first_that_works(wanted: str, facts: Facts, attempt: Callable[[str], object]
     raise ValueError("engine.attention_backend: " + "; ".join(f"{each.backend} is not possible here: {each.reason}" for each in done))
 
 
-def choose(wanted: str, facts: Facts, found: Callable[[str], bool] = installed) -> str:
+def choose(wanted: str, facts: BackendFacts, found: Callable[[str], bool] = installed) -> str:
     """The best possible backend for `auto`, else the one that is named. Raises ValueError if that one is not possible."""
     if wanted == "auto":
         return next(backend for backend in BACKENDS if why_not(backend, facts, found) is None)
@@ -126,7 +128,7 @@ def make_attention(
     numbers, dim = (pool.rows, pool.dim) if isinstance(pool, Packed) else (pool, pool.shape[-1])
     _, _, parts, _, size, _ = numbers.shape
     stored = "int5" if isinstance(pool, Packed) else "" if scales is None else "int8"
-    match choose(wanted, Facts(numbers.device.type, dtype or numbers.dtype, size, dim, parts, stored)):
+    match choose(wanted, BackendFacts(numbers.device.type, dtype or numbers.dtype, size, dim, parts, stored)):
         case "flashinfer":
             from baton.engine.gpu.flashinfer_backend import FlashInferAttention
 

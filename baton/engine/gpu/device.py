@@ -51,7 +51,7 @@ def free_memory(device: torch.device, share: float = 1.0) -> int:
 
 
 def recover(device: torch.device) -> None:
-    """After an allocation that failed: waits for what was begun, and gives back what the allocator keeps for later."""
+    """Cleans up after a failed allocation: waits for what was begun, and gives back what the allocator keeps for later."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -80,7 +80,7 @@ class Mark:
 
 
 class Stream:
-    """Beside the one on which steps are computed; a CPU has none."""
+    """A stream beside the one on which steps are computed; a CPU has none."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

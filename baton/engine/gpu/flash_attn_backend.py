@@ -4,14 +4,14 @@ import numpy as np
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from baton.engine.gpu.inputs import Step
+from baton.engine.gpu.inputs import DeviceStep
 from baton.engine.gpu.triton_backend import StoringAttention
 
 
 class FlashAttnAttention(StoringAttention):
     name = "flash_attn"
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: DeviceStep) -> None:
         super().begin(step)
         longer = step.lengths[step.decodes :]
         if len(step.spans) > step.decodes:

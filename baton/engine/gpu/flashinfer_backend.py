@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.engine.gpu.device import Mark
 from baton.engine.gpu.graphs import LARGEST
-from baton.engine.gpu.inputs import Inputs, Step
+from baton.engine.gpu.inputs import DeviceStep, Inputs
 from baton.engine.gpu.triton_attention import flatten_tables
 from baton.engine.gpu.triton_backend import StoringAttention
 from baton.engine.model.checkpoint import LayerAttention
@@ -41,7 +41,7 @@ class FlashInferAttention(StoringAttention):
         self._prefillers = [BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND") for _ in self._kinds]
         self._copied = Mark(pool.device)
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: DeviceStep) -> None:
         super().begin(step)
         self._copied.wait()
         counts = -(-step.lengths // self.inputs.block_size)  # [B]
@@ -75,7 +75,7 @@ class FlashInferAttention(StoringAttention):
     def prefill(self, layer: int, q: Tensor, out: Tensor) -> None:
         self._prefillers[self._kind_of[layer]].run(q[self.step.size :].contiguous(), self.views[layer], out=out[self.step.size :])
 
-    def _wrappers(self, step: Step) -> list[BatchDecodeWithPagedKVCacheWrapper]:
+    def _wrappers(self, step: DeviceStep) -> list[BatchDecodeWithPagedKVCacheWrapper]:
         """One for each kind of layer. A captured size has its own wrappers; other sizes share those that accept any size."""
         size = step.size if step.captured else 0
         if size not in self._decoders:

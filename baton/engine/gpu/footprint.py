@@ -34,7 +34,7 @@ def largest_step(capacity: Capacity, block_size: int) -> tuple[list[Chunk], int]
 
 
 class Memory(Protocol):
-    """Of a device."""
+    """The memory of a device."""
 
     def free(self) -> int:
         """Bytes that nobody has."""

@@ -51,7 +51,7 @@ class Seat:
     used: int = -1  # step in which it was last used
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Neighbours of one sequence in a step, with one block table."""
 
     key: object  # whose seat it has; None: a branch, which has one for this step
@@ -67,7 +67,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DeviceStep:
     """A batch on the device: decodes (one token each), then padding, or else longer spans.
 
     A guess is a decode, too: it sees the tokens before it, which the same step stores first. So what verifies guesses is a step of decodes,
@@ -107,12 +107,12 @@ class Following(NamedTuple):
     limits: Tensor  # int64
 
 
-class Facts(NamedTuple):
+class TokenFacts(NamedTuple):
     """What a step sends of its tokens."""
 
     tokens: Ints  # [2, T]: ids, positions
     stores: Ints  # [3, E]: slots, tails, and the token that each is of
-    again: list[tuple[int, Span]]  # see `Step`
+    again: list[tuple[int, Span]]  # see `DeviceStep`
 
 
 class Inputs:
@@ -138,7 +138,7 @@ class Inputs:
         self._store_rows = torch.zeros(3, entries, dtype=torch.int64, device=device)  # slots, tails, sources
         self._seat_rows = torch.zeros(3, tokens + 1, dtype=torch.int32, device=device)  # seats, lens, firsts
 
-    def prepare(self, batch: Seq[Chunk], sizes: Seq[int] = ()) -> Step:
+    def prepare(self, batch: Seq[Chunk], sizes: Seq[int] = ()) -> DeviceStep:
         """Sends the batch to the device; padded up to one of `sizes`, ascending, if all are decodes and a size is large enough.
 
         Raises ValueError for a batch beyond the capacity.
@@ -146,7 +146,7 @@ class Inputs:
         order = sorted(range(len(batch)), key=lambda i: (batch[i].n > 1, batch[i].seq.computed))
         return self.prepare_runs([run for i in order for run in runs_of(batch[i], self.block_size)], sizes, batch, order)
 
-    def prepare_runs(self, runs: Seq[Run], sizes: Seq[int] = (), batch: Seq[Chunk] = (), order: Seq[int] = ()) -> Step:
+    def prepare_runs(self, runs: Seq[TokenRun], sizes: Seq[int] = (), batch: Seq[Chunk] = (), order: Seq[int] = ()) -> DeviceStep:
         """The same for runs, those that are `apart` first, each followed by its branches."""
         tokens, owners = sum(len(run.tokens) for run in runs), sum(run.key is not None for run in runs)
         if owners > self.capacity.max_num_seqs or tokens > self.capacity.max_num_batched_tokens:
@@ -164,13 +164,13 @@ class Inputs:
             seated += [seat] * len(own)
         return self._step((batch, [*order]), seated, spans, rung or rows, rung is not None, self._facts(runs))
 
-    def dummies(self, size: int) -> Step:
+    def dummies(self, size: int) -> DeviceStep:
         """A step of padding alone, to capture a graph with."""
-        return self._step(([], []), [], [], size, True, Facts(np.empty((2, 0), np.int64), np.empty((3, 0), np.int64), []))
+        return self._step(([], []), [], [], size, True, TokenFacts(np.empty((2, 0), np.int64), np.empty((3, 0), np.int64), []))
 
     def _step(
-        self, whose: tuple[Seq[Chunk], list[int]], seated: list[Seat], spans: list[Span], size: int, captured: bool, facts: Facts
-    ) -> Step:
+        self, whose: tuple[Seq[Chunk], list[int]], seated: list[Seat], spans: list[Span], size: int, captured: bool, facts: TokenFacts
+    ) -> DeviceStep:
         """Sends the facts of tokens, slots and sequences, each followed by padding."""
         decodes = sum(span.n == 1 for span in spans)
         padding, scratch = size - decodes, self.scratch_slot
@@ -188,7 +188,7 @@ class Inputs:
         self._fill(self._seat_rows, np.stack((np.append(seats, self.dummy), np.append(lengths, 1), rows)).astype(np.int32))
         seat_row, lens, firsts = self._seat_rows[:, : len(rows)]
         slots, tails, sources = self._store_rows[:, :entries]
-        return Step(
+        return DeviceStep(
             batch=whose[0],
             order=whose[1],
             seated=seated,
@@ -209,14 +209,14 @@ class Inputs:
             sources=sources if entries > tokens else None,
         )
 
-    def seats(self, runs: Seq[Run]) -> list[int]:
+    def seats(self, runs: Seq[TokenRun]) -> list[int]:
         """Those of runs that take part in a step which is prepared elsewhere; the device has their block tables."""
         taken = self._take_seats(runs)
         self._send_tables(taken, runs)
         return [seat.index for seat in taken]
 
     def seat(self, key: object) -> Seat:
-        """Of a sequence of the step that was prepared last."""
+        """The seat of a sequence of the step that was prepared last."""
         return self._seat_of[key]
 
     def remember(self, seated: Seq[Seat], tokens: Tensor) -> None:
@@ -227,13 +227,13 @@ class Inputs:
         """int64 on the device."""
         return upload(np.array(values, dtype=np.int64), self.device)
 
-    def ids(self, step: Step) -> Tensor:
+    def ids(self, step: DeviceStep) -> Tensor:
         """Token ids `[T]`. A token that the host does not know yet is read from its seat."""
         asked = step.tokens[: step.size]
         known = torch.where(asked == UNKNOWN, self.last_tokens.index_select(0, step.seats[: step.size]), asked)
         return torch.cat((known, step.tokens[step.size :])) if len(step.tokens) > step.size else known
 
-    def _take_seats(self, runs: Seq[Run]) -> list[Seat]:
+    def _take_seats(self, runs: Seq[TokenRun]) -> list[Seat]:
         """Sequences keep the seat they have; the others get the seats that were used longest ago. A branch gets one for this step."""
         now, branches = next(self._steps), iter(self.branches)
         for run in runs:
@@ -250,7 +250,7 @@ class Inputs:
                     self._seat_of[key] = seat
         return [next(branches) if run.key is None else self._seat_of[run.key] for run in runs]
 
-    def _send_tables(self, taken: list[Seat], runs: Seq[Run]) -> None:
+    def _send_tables(self, taken: list[Seat], runs: Seq[TokenRun]) -> None:
         """Sends the blocks that the device's tables lack."""
         places: list[int] = []
         values: list[int] = []
@@ -265,7 +265,7 @@ class Inputs:
             what = upload(np.array([places, values]), self.device)
             self.tables.view(-1).index_copy_(0, what[0], what[1].int())
 
-    def _facts(self, runs: Seq[Run]) -> Facts:
+    def _facts(self, runs: Seq[TokenRun]) -> TokenFacts:
         size = self.block_size
         starts, ns, written = np.array([(run.start, len(run.tokens), run.written) for run in runs]).T
         ends, befores = starts + ns, np.cumsum(ns) - ns
@@ -289,22 +289,22 @@ class Inputs:
             more = [(span.blocks[span.start // size] * size + span.start % size, 0, row) for row, span in again]
             stores = [*np.concatenate((np.stack(stores), np.array(more).T), axis=1)]
         ids = np.fromiter(chain.from_iterable(run.tokens for run in runs), dtype=np.int64)
-        return Facts(np.stack((ids, positions)), np.stack(stores), again)
+        return TokenFacts(np.stack((ids, positions)), np.stack(stores), again)
 
     def _fill(self, into: Tensor, values: npt.NDArray[np.generic]) -> None:
         into[:, : values.shape[1]].copy_(upload(values, self.device))
 
 
-def runs_of(chunk: Chunk, block_size: int) -> list[Run]:
+def runs_of(chunk: Chunk, block_size: int) -> list[TokenRun]:
     """A chunk's own, and one for each of its branches."""
     seq, start = chunk.seq, chunk.seq.computed
     own = [*seq.tokens[start : start + chunk.n], *chunk.drafts]
-    runs = [Run(seq, start, own, seq.blocks, chunk.n == 1, start)]
+    runs = [TokenRun(seq, start, own, seq.blocks, chunk.n == 1, start)]
     for branch in chunk.branches:  # the last known token, too, unless the block that it is in is shared
         written = start + (branch.shared > start // block_size)
-        runs.append(Run(None, start + 1, branch.drafts, branch.blocks, True, written))
+        runs.append(TokenRun(None, start + 1, branch.drafts, branch.blocks, True, written))
     return runs
 
 
-def _span(run: Run) -> Span:
+def _span(run: TokenRun) -> Span:
     return Span(run.start, len(run.tokens), run.blocks)

@@ -69,7 +69,7 @@ class OverlapRunner(Runner, Protocol):
 
 
 @dataclass(slots=True)
-class Flight:
+class StepInFlight:
     """A step between `submit` and the reading of its results."""
 
     batch: list[Chunk]
@@ -83,7 +83,7 @@ class LateScheduler(Scheduler):
 
     def __init__(self, pool: BlockPool, limits: Limits, block_size: int, drafter: Drafter | None = None, draft_kv: bool = False) -> None:
         super().__init__(pool, limits, block_size, drafter=drafter, draft_kv=draft_kv)
-        self.flight: Flight | None = None
+        self.flight: StepInFlight | None = None
 
     def lacks_blocks(self, more: int = 0) -> bool:
         """Whether the decodes of the next step need more blocks than there are, so that it would preempt. `more`: for beams."""
@@ -129,7 +129,7 @@ class OverlapEngine(Engine):
             outputs += self._land(None)
             batch = self._schedule(now, outputs)  # what has landed made room
         try:
-            flight = Flight(batch, self.runner.submit(batch)) if batch else None
+            flight = StepInFlight(batch, self.runner.submit(batch)) if batch else None
         except OutOfDeviceMemory as error:
             outputs += self._land(None)  # then all tokens are known, and nothing writes to the blocks that are given up
             for chunk in batch:
@@ -142,7 +142,7 @@ class OverlapEngine(Engine):
                 self._book(chunk)
         return outputs
 
-    def _land(self, following: Flight | None) -> list[Output]:
+    def _land(self, following: StepInFlight | None) -> list[Output]:
         """Reads the step in flight, if there is one; `following` has been submitted after it."""
         landed, self.scheduler.flight = self.scheduler.flight, following
         if landed is None:

@@ -67,7 +67,7 @@ class DevicePool:
         return DeviceCarrier(self._words, count)
 
     def flip(self, block: int) -> None:
-        """On the device, and in what the host has of it."""
+        """Flips a bit of a block on the device, and in what the host has of it."""
         self.staged.block(block)[0] ^= 1
         with self._stream.on():
             self._words[block, 0] ^= 1

@@ -20,10 +20,10 @@ from baton.engine.core.protocol import Chunk, NonFiniteLogits, NothingAllowed, O
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.attention import DeviceAttention, Packed
-from baton.engine.gpu.choice import Facts, first_that_works, installed, make_attention
+from baton.engine.gpu.choice import BackendFacts, first_that_works, installed, make_attention
 from baton.engine.gpu.device import Mark, model_of, recover
 from baton.engine.gpu.graphs import Captures, Compute, Graphs, ladder, uncaptured
-from baton.engine.gpu.inputs import Capacity, Inputs, Seat, Step
+from baton.engine.gpu.inputs import Capacity, DeviceStep, Inputs, Seat
 from baton.engine.gpu.overlap import StepResult
 from baton.engine.gpu.pool import DevicePool, rows
 from baton.engine.gpu.sampler import Draw, Pick, Sampler, answers, pick_plainly
@@ -44,7 +44,7 @@ class DeviceCompanion(Companion, Protocol):
     yet."""
 
     def place(self, kv: Tensor, capacity: Capacity, capture: Callable[[Compute], Compute]) -> None:
-        """In place of `attach`. The last of the blocks is scratch. `capture`: see `Graphs`."""
+        """Replaces `attach`. The last of the blocks is scratch. `capture`: see `Graphs`."""
         ...
 
     def detach(self) -> None:
@@ -128,7 +128,7 @@ class GpuRunner(ModelRunner):
         Raises ValueError if none does. Call it before there is a pool: from then on the layout tells by which GPU and which kernels KV is
         computed, unless that is `declared_equal` everywhere."""
         config, layout = self.model.config, self.layout
-        facts = Facts(self.device.type, DTYPES[layout.dtype], layout.block_size, layout.head_dim, layout.parts, layout.stored)
+        facts = BackendFacts(self.device.type, DTYPES[layout.dtype], layout.block_size, layout.head_dim, layout.parts, layout.stored)
         shape = config.attention, config.heads, layout.num_kv_heads, layout.value_dim, self.device
         done = first_that_works(wanted, facts, lambda name: rehearse(name, facts, *shape))
         for tried in done[:-1]:
@@ -185,7 +185,7 @@ class GpuRunner(ModelRunner):
         own = _sampled(step)
         return logits[self._inputs.upload([row for i in sorted(own) for row in own[i]])]
 
-    def _compute(self, batch: Seq[Chunk]) -> tuple[Step, Tensor, Tensor | None]:
+    def _compute(self, batch: Seq[Chunk]) -> tuple[DeviceStep, Tensor, Tensor | None]:
         """(step, the logits of what is sampled, in the step's order, the hidden states of all tokens, if somebody reads them)."""
         step = self._inputs.prepare(batch, self.graphs.sizes)
         self.attention.begin(step)
@@ -199,14 +199,14 @@ class GpuRunner(ModelRunner):
         hidden = None if self._hidden is None else self._hidden[:end]
         return step, logits[:end] if len(rows) == end else logits[self._inputs.upload(rows)], hidden
 
-    def _forward(self, step: Step, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, step: DeviceStep, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         ids = self._inputs.ids(step)
         if self.draft is None or not self.draft.reads_hidden:
             return self.model.forward(ids, step.positions, self.attention, rows), None
         hidden = self.model.hidden(ids, step.positions, self.attention, None)
         return self.model.logits(hidden[rows]), hidden
 
-    def _sample(self, step: Step, logits: Tensor) -> list[tuple[Rows, Draw]]:
+    def _sample(self, step: DeviceStep, logits: Tensor) -> list[tuple[Rows, Draw]]:
         """Sequences with guesses on their own: the host knows their tokens, and keeps it so."""
         batch, own, draws = step.batch, _sampled(step), list[tuple[Rows, Draw]]()
         for guessed in (False, True):
@@ -225,7 +225,7 @@ class GpuRunner(ModelRunner):
             draws.append((rows, self._to_host(draw)))
         return draws
 
-    def _in_order(self, step: Step, hidden: Tensor | None) -> Tensor | None:
+    def _in_order(self, step: DeviceStep, hidden: Tensor | None) -> Tensor | None:
         """The states of the batch's tokens, in the batch's order."""
         if hidden is None or step.order == sorted(step.order):
             return hidden
@@ -243,7 +243,7 @@ class GpuRunner(ModelRunner):
         if self.draft is not None and self.draft.reads_hidden:
             self._hidden = torch.empty(most, self.model.config.hidden, dtype=self.model.dtype, device=self.device)
 
-        def compute(step: Step, rows: Tensor) -> Tensor:
+        def compute(step: DeviceStep, rows: Tensor) -> Tensor:
             found, hidden = self._forward(step, rows)
             if hidden is not None and self._hidden is not None:
                 self._hidden[: len(rows)].copy_(hidden)
@@ -269,7 +269,7 @@ class GpuRunner(ModelRunner):
         return replace(draw, tokens=tokens, finite=finite, logprobs=logprobs, ids=ids)
 
 
-def _sampled(step: Step) -> dict[int, range]:
+def _sampled(step: DeviceStep) -> dict[int, range]:
     """Rows of the logits that `_compute` finds, by chunk, in the step's order."""
     own, end = dict[int, range](), 0
     for i in step.order:

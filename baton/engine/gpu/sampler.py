@@ -60,7 +60,7 @@ class Sampler:
         self._eos = eos_token_ids
         self._device = device
         self._pick = pick
-        self._histories: dict[bool, History] = {}
+        self._histories: dict[bool, TokenCounts] = {}
         self._seats = seats
 
     def draw(self, logits: Tensor, seqs: Seq[Sequence], seated: Seq[Seat], guessed: bool = False) -> Draw:
@@ -95,14 +95,16 @@ class Sampler:
     def _index(self, values: Seq[int]) -> Tensor:
         return upload(np.array(values, dtype=np.int64), self._device)
 
-    def _remembered(self, vocab: int, rows: int, guessed: bool) -> "History":
+    def _remembered(self, vocab: int, rows: int, guessed: bool) -> "TokenCounts":
         """Made when the first row asks for penalties, because it is large."""
         seats, history = max(rows, self._seats), self._histories.get(guessed)
         if history is None or history.seats < seats:
-            history = self._histories[guessed] = History(seats, vocab, self._device)
+            history = self._histories[guessed] = TokenCounts(seats, vocab, self._device)
         return history
 
-    def _adjusted(self, logits: Tensor, seqs: Seq[Sequence], seated: Seq[Seat], penalised: list[int], history: "History | None") -> Tensor:
+    def _adjusted(
+        self, logits: Tensor, seqs: Seq[Sequence], seated: Seq[Seat], penalised: list[int], history: "TokenCounts | None"
+    ) -> Tensor:
         """Bias, penalties, min_tokens; `logits` itself if no row asks for anything."""
         vocab = logits.shape[1]
         bias = [
@@ -182,7 +184,7 @@ class Sampler:
         return torch.cat((chosen, logprobs.gather(1, ids)), dim=1), ids
 
 
-class History:
+class TokenCounts:
     """Which tokens each penalised sequence contains, and how often, by seat: `[seats, V]`."""
 
     def __init__(self, seats: int, vocab: int, device: torch.device) -> None:

@@ -59,15 +59,15 @@ class StagedPool(KvPool):
         return self._tensor.view(len(self._tensor), -1).view(torch.int64)
 
     @cached_property
-    def _out(self) -> "Lane":
-        return Lane(self._tensor)
+    def _out(self) -> "BusLane":
+        return BusLane(self._tensor)
 
     @cached_property
-    def _in(self) -> "Lane":
-        return Lane(self._tensor)
+    def _in(self) -> "BusLane":
+        return BusLane(self._tensor)
 
 
-class Lane:
+class BusLane:
     """One way over the bus: a stream, and a buffer on each side of it, which one thread uses at a time."""
 
     def __init__(self, tensor: Tensor) -> None:

@@ -22,7 +22,7 @@ class Tile(NamedTuple):
     warps: int
 
 
-class Head(NamedTuple):
+class HeadShape(NamedTuple):
     """What one key head has for one token."""
 
     value: int  # numbers in a value, to the next power of two
@@ -38,7 +38,7 @@ def most_shared(capability: tuple[int, int]) -> int:
     return SHARED_KIB.get(capability, OTHER_KIB) << 10
 
 
-def decode_tile(group: int, head: Head, capability: tuple[int, int]) -> Tile:
+def decode_tile(group: int, head: HeadShape, capability: tuple[int, int]) -> Tile:
     """`group`: query heads of one key head."""
     rows = max(LEAST, min(64, 1 << (group - 1).bit_length()))
     if head.packed:
@@ -51,7 +51,7 @@ def decode_tile(group: int, head: Head, capability: tuple[int, int]) -> Tile:
     return _fitted(Tile(rows, 32, 8) if head.value > 256 else Tile(rows, 64, 4), head, capability)
 
 
-def prefill_tile(head: Head, capability: tuple[int, int]) -> Tile:
+def prefill_tile(head: HeadShape, capability: tuple[int, int]) -> Tile:
     if head.packed:
         return _fitted(Tile(32, 32, 4), head, capability)
     if head.bytes > 2:
@@ -62,9 +62,9 @@ def prefill_tile(head: Head, capability: tuple[int, int]) -> Tile:
     return _fitted(Tile(64 if head.value <= 256 else 16, 32, 4), head, capability)
 
 
-def shared_bytes(tile: Tile, head: Head) -> int:
-    """At most so much shared memory does a program with this tile take: its queries, a piece of keys and values, and their weights. With 64
-    rows and more, the newer chips multiply out of shared memory, and the next piece is there, too."""
+def shared_bytes(tile: Tile, head: HeadShape) -> int:
+    """The most shared memory that a program with this tile takes: its queries, a piece of keys and values, and their weights. With 64 rows
+    and more, the newer chips multiply out of shared memory, and the next piece is there, too."""
     key = head.value + head.rest
     queries = tile.rows * key
     piece = tile.keys * (key if head.shared else key + head.value)
@@ -72,7 +72,7 @@ def shared_bytes(tile: Tile, head: Head) -> int:
     return (queries + piece + max(tile.rows * tile.keys, ahead)) * head.bytes + BARRIERS
 
 
-def _fitted(tile: Tile, head: Head, capability: tuple[int, int]) -> Tile:
+def _fitted(tile: Tile, head: HeadShape, capability: tuple[int, int]) -> Tile:
     """The largest tile up to this one that the chip takes. Fewer rows first: keys that are read twice are still in its cache."""
     while shared_bytes(tile, head) > most_shared(capability) and tile.rows * tile.keys > LEAST * LEAST:
         rows, keys, warps = tile

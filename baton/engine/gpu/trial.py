@@ -10,7 +10,7 @@ from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence as Seq
 from baton.engine.gpu.attention import Packed
-from baton.engine.gpu.choice import Facts, Tried, make_attention, tries
+from baton.engine.gpu.choice import BackendFacts, Tried, make_attention, tries
 from baton.engine.gpu.inputs import Capacity, Inputs
 from baton.engine.model.checkpoint import LayerAttention
 from baton.engine.model.kv_views import DTYPES
@@ -21,7 +21,7 @@ PAST = 3  # positions that the decode has before
 
 @torch.inference_mode()
 def rehearse(
-    backend: str, facts: Facts, layers: Sequence[LayerAttention], heads: int, kv_heads: int, value_dim: int, device: torch.device
+    backend: str, facts: BackendFacts, layers: Sequence[LayerAttention], heads: int, kv_heads: int, value_dim: int, device: torch.device
 ) -> None:
     """Plans and computes attention once for a decode and a prompt, in each kind of layer. Raises whatever the backend raises."""
     kinds = tuple(dict.fromkeys(layers))
@@ -53,5 +53,5 @@ def tried_here(
     device: str = "cuda", dtype: torch.dtype = torch.bfloat16, block_size: int = 16, heads: int = 32, kv_heads: int = 8, head_dim: int = 128
 ) -> list[Tried]:
     """Every backend, tried on this device with the shapes of a usual model: what `baton doctor` shows."""
-    facts = Facts(torch.device(device).type, dtype, block_size, head_dim, parts=2)
+    facts = BackendFacts(torch.device(device).type, dtype, block_size, head_dim, parts=2)
     return list(tries("auto", facts, lambda name: rehearse(name, facts, [LayerAttention()], heads, kv_heads, 0, torch.device(device))))

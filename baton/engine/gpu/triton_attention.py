@@ -1,5 +1,5 @@
 """Attention over the paged pool in Triton: for any block size, grouped or multi-query heads, sliding windows, soft-capped scores, and the
-one-vector KV of multi-head latent attention. The pool's numbers are of the model's type, or `Rounded`: then a score is multiplied by its
+one-vector KV of multi-head latent attention. The pool's numbers are of the model's type, or `RoundedKv`: then a score is multiplied by its
 key's scale, and a weight by its value's. So it is if they are `Packed`: levels become numbers as they are read.
 
 Kernels take the strides of one layer's slice of the pool, `[N, P, Hkv, bs, D]`: nothing is copied, and any memory order with D innermost
@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.core.int5_rows import groups_of
-from baton.engine.gpu.attention import Layer, Packed, Rounded, parts_of
+from baton.engine.gpu.attention import Layer, Packed, RoundedKv, parts_of
 from baton.engine.gpu.device import capability
-from baton.engine.gpu.tiles import Head, decode_tile, prefill_tile
+from baton.engine.gpu.tiles import HeadShape, decode_tile, prefill_tile
 from baton.engine.gpu.triton_int5 import levels_of
 from baton.engine.model.checkpoint import LayerAttention
 
@@ -415,9 +415,9 @@ def _strides(q: Tensor, layer: Layer, tables: Tensor, out: Tensor) -> tuple[int,
     return q.stride(0), q.stride(1), block, head, slot, tables.stride(0), out.stride(0), scales.stride(0), scales.stride(2)
 
 
-def _head(q: Tensor, shape: dict[str, int]) -> Head:
+def _head(q: Tensor, shape: dict[str, int]) -> HeadShape:
     rest, packed = shape["DR_PAD"] if shape["DR"] else 0, shape["GROUPS"] > 0
-    return Head(shape["DV_PAD"], rest, bool(shape["SHARED"]), q.element_size(), packed or bool(shape["ROUNDED"]), packed)
+    return HeadShape(shape["DV_PAD"], rest, bool(shape["SHARED"]), q.element_size(), packed or bool(shape["ROUNDED"]), packed)
 
 
 def _shape(q: Tensor, layer: Layer, dv: int) -> dict[str, int]:
@@ -431,6 +431,6 @@ def _shape(q: Tensor, layer: Layer, dv: int) -> dict[str, int]:
         "DR": rest,
         "DR_PAD": max(16, triton.next_power_of_2(rest)),
         "SHARED": parts == 1,
-        "ROUNDED": isinstance(layer, Rounded | Packed),
+        "ROUNDED": isinstance(layer, RoundedKv | Packed),
         "GROUPS": groups_of(q.shape[2]) if isinstance(layer, Packed) else 0,
     }

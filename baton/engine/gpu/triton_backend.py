@@ -9,7 +9,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from baton.engine.gpu import triton_attention, triton_store
 from baton.engine.gpu.attention import DeviceAttention, Packed
-from baton.engine.gpu.inputs import Inputs, Step
+from baton.engine.gpu.inputs import DeviceStep, Inputs
 from baton.engine.model.checkpoint import LayerAttention
 
 
@@ -18,7 +18,7 @@ class StoringAttention(DeviceAttention):
 
     capturable = True
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: DeviceStep) -> None:
         self.step = step
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class TritonAttention(StoringAttention):
         self._plain = [parts == 2 and how.window is None and how.softcap is None for how in layers]
         self._part_rows = torch.arange(parts * self._kv_heads, device=pool.device)[:, None]
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: DeviceStep) -> None:
         super().begin(step)
         self._gathers = [self._gather(i) for i in range(step.decodes, len(step.spans))] if any(self._plain) else []
 

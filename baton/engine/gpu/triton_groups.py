@@ -177,7 +177,7 @@ def _dequantise_kernel(
     tl.store(out + o[:, None] * width + column[None, :], w, mask=known[:, None] & (column < width)[None, :])
 
 
-class Shape(NamedTuple):
+class ProductShape(NamedTuple):
     """How a product is divided among programs."""
 
     rows: int  # of x in a tile
@@ -193,7 +193,7 @@ def fits(matrix: Quantised) -> bool:
     return matrix.numbers.numel() > 0 and (matrix.group % step == 0 or matrix.scales.shape[1] == 1)
 
 
-class Product:
+class GroupProduct:
     """x `[T, in]` → x Wᵀ + bias `[T, out]`, of the type of x."""
 
     def __init__(self, matrix: Quantised, bias: Tensor | None, device: torch.device) -> None:
@@ -222,7 +222,7 @@ class Product:
             self.dequantised(x, out)
         return out
 
-    def one_row(self, x: Tensor, out: Tensor, shape: Shape) -> None:
+    def one_row(self, x: Tensor, out: Tensor, shape: ProductShape) -> None:
         row_words = self.words.shape[1]
         _row_kernel[(triton.cdiv(self.outs, shape.outs),)](
             x, self.words, self.scales, self.scales if self.shifts is None else self.shifts, x if self.bias is None else self.bias, out,
@@ -231,7 +231,7 @@ class Product:
             EVEN=row_words % shape.words == 0, ROWS=shape.outs, WORDS=shape.words, num_warps=shape.warps,
         )  # fmt: skip
 
-    def in_tiles(self, x: Tensor, out: Tensor, shape: Shape) -> None:
+    def in_tiles(self, x: Tensor, out: Tensor, shape: ProductShape) -> None:
         (rows, _), row_words, parts = x.shape, self.words.shape[1], shape.parts
         x = x if x.stride(1) == 1 else x.contiguous()
         found = out if parts == 1 else out.new_empty(parts, rows, self.outs, dtype=torch.float32)
@@ -277,16 +277,16 @@ def tiled(rows: int, group_words: int) -> bool:
     return 1 < rows <= MOST_ROWS and group_words % TILE_WORDS == 0
 
 
-def row_shape(row_words: int) -> Shape:
-    """For one row of x."""
-    return Shape(1, 4, min(128, triton.next_power_of_2(row_words)), 1)
+def row_shape(row_words: int) -> ProductShape:
+    """The shape for one row of x."""
+    return ProductShape(1, 4, min(128, triton.next_power_of_2(row_words)), 1)
 
 
-def rows_shape(rows: int, outs: int, row_words: int, element: int) -> Shape:
-    """For `rows` of x, whose numbers have so many bytes."""
+def rows_shape(rows: int, outs: int, row_words: int, element: int) -> ProductShape:
+    """The shape for `rows` of x, whose numbers have so many bytes."""
     tall, wide = max(16, triton.next_power_of_2(rows)), 128 if element <= 2 else 64
     parts = max(1, min(8, 1024 // triton.cdiv(outs, wide), row_words // (4 * TILE_WORDS)))
-    return Shape(tall, wide, TILE_WORDS, 4, parts)
+    return ProductShape(tall, wide, TILE_WORDS, 4, parts)
 
 
 def _packed(matrix: Quantised) -> Tensor:
@@ -300,7 +300,7 @@ def _packed(matrix: Quantised) -> Tensor:
 
 
 def _narrow(factors: Tensor) -> Tensor:
-    """In two bytes, if they are exactly that."""
+    """The factors in two bytes each, if they are exactly that."""
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal(factors.to(dtype).float(), factors.float()):
             return factors.to(dtype).contiguous()

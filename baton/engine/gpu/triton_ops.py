@@ -76,7 +76,7 @@ def _turn_kernel(x, x_token, x_head, scale, SIZE: tl.constexpr):
 
 class TritonOps(Ops):
     def stored_multiplier(self, matrix: Quantised, bias: Tensor | None, device: torch.device) -> Multiply | None:
-        return triton_groups.Product(matrix, bias, device) if triton_groups.fits(matrix) else None
+        return triton_groups.GroupProduct(matrix, bias, device) if triton_groups.fits(matrix) else None
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         tokens, width = x.shape

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.gpu import triton_int5
-from baton.engine.gpu.attention import Layer, Packed, Rounded, parts_of
+from baton.engine.gpu.attention import Layer, Packed, RoundedKv, parts_of
 
 LEVELS = tl.constexpr(127.0)  # up to which a row is rounded
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest scale
@@ -104,6 +104,6 @@ def store(kv: Tensor, layer: Layer, slots: Tensor, tails: Tensor, sources: Tenso
         BLOCK=numbers.shape[3],
         D=dim,
         D_PAD=triton.next_power_of_2(dim),
-        ROUNDED=isinstance(layer, Rounded),
+        ROUNDED=isinstance(layer, RoundedKv),
         CHOSEN=sources is not None,
     )

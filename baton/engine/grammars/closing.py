@@ -17,21 +17,21 @@ from baton.engine.core.thinking import ThinkingBudget
 SPACE = b" \t\r\n"
 
 
-class Phase(Enum):
+class ClosingPhase(Enum):
     BEFORE = "before"  # only white space and the beginning of a mark have come
     INSIDE = "inside"
     CLOSING = "closing"
     OVER = "over"  # or it never began
 
 
-class State(NamedTuple):
-    phase: Phase
+class ClosingState(NamedTuple):
+    phase: ClosingPhase
     marks: int = 0
     tail: bytes = b""  # of the text: what may still become a mark or a character
     closed: int = 0  # tokens of the closing that have come
 
 
-OVER = State(Phase.OVER)
+OVER = ClosingState(ClosingPhase.OVER)
 
 
 class Closer:
@@ -45,7 +45,8 @@ class Closer:
         self._ends = [[end.encode() for end in marks.ends] for marks in budget.marks]
         self._begins = [marks.begin.encode() for marks in budget.marks]
         self._anything: Words = np.full(-(-vocab_size // WORD), -1, np.int32)
-        self._states = [self._due(State(Phase.INSIDE) if budget.opened else State(Phase.BEFORE), 0)]  # after each number of tokens
+        begun = ClosingState(ClosingPhase.INSIDE if budget.opened else ClosingPhase.BEFORE)
+        self._states = [self._due(begun, 0)]  # after each number of tokens
         self._seen: list[int] = []
 
     @property
@@ -56,14 +57,14 @@ class Closer:
         state = self._follow(output)
         if state is None:
             return None
-        if state.phase is Phase.CLOSING:
+        if state.phase is ClosingPhase.CLOSING:
             words = np.zeros_like(self._anything)
             token = self._budget.marks[state.marks].closing[state.closed]
             words.view(np.uint32)[token // WORD] = 1 << token % WORD
             return words
         return self._inner.mask(output) if self._inner is not None else self._anything
 
-    def _follow(self, output: Seq[int]) -> State | None:
+    def _follow(self, output: Seq[int]) -> ClosingState | None:
         """None if `output` has another token where one was forced."""
         same = common(self._seen, output)
         del self._seen[same:], self._states[same + 1 :]
@@ -75,35 +76,35 @@ class Closer:
             self._states.append(self._due(state, len(self._seen)))
         return self._states[-1]
 
-    def _after(self, state: State, token: int) -> State | None:
+    def _after(self, state: ClosingState, token: int) -> ClosingState | None:
         match state.phase:
-            case Phase.OVER:
+            case ClosingPhase.OVER:
                 return state
-            case Phase.CLOSING:
+            case ClosingPhase.CLOSING:
                 closing = self._budget.marks[state.marks].closing
                 if token != closing[state.closed]:
                     return None
                 return state._replace(closed=state.closed + 1) if state.closed + 1 < len(closing) else OVER
-            case Phase.BEFORE:
+            case ClosingPhase.BEFORE:
                 return self._begin(state.tail + self._spelled(token))
         return self._inside(state.marks, state.tail + self._spelled(token))
 
-    def _begin(self, text: bytes) -> State:
+    def _begin(self, text: bytes) -> ClosingState:
         text = text.lstrip(SPACE)
         for i, begin in enumerate(self._begins):
             if text.startswith(begin):
                 return self._inside(i, text[len(begin) :])
-        return State(Phase.BEFORE, tail=text) if any(begin.startswith(text) for begin in self._begins) else OVER
+        return ClosingState(ClosingPhase.BEFORE, tail=text) if any(begin.startswith(text) for begin in self._begins) else OVER
 
-    def _inside(self, marks: int, text: bytes) -> State:
+    def _inside(self, marks: int, text: bytes) -> ClosingState:
         ends = self._ends[marks]
         if any(end in text for end in ends):
             return OVER
-        return State(Phase.INSIDE, marks, text[1 - max(4, *map(len, ends)) :])
+        return ClosingState(ClosingPhase.INSIDE, marks, text[1 - max(4, *map(len, ends)) :])
 
-    def _due(self, state: State, count: int) -> State:
-        if state.phase is Phase.INSIDE and count >= self._budget.max_tokens and not inside_character(state.tail):
-            return State(Phase.CLOSING, state.marks)
+    def _due(self, state: ClosingState, count: int) -> ClosingState:
+        if state.phase is ClosingPhase.INSIDE and count >= self._budget.max_tokens and not inside_character(state.tail):
+            return ClosingState(ClosingPhase.CLOSING, state.marks)
         return state
 
 

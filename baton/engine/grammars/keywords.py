@@ -120,7 +120,7 @@ _INNER = frozenset(name for name, check in ENFORCED.items() if check in (_schema
 
 
 @dataclass(slots=True)
-class Reading:
+class SchemaReading:
     """A schema that the library enforces completely, and what a request that is not strict asked for and does not get."""
 
     schema: _Node
@@ -129,7 +129,7 @@ class Reading:
     patterns: list[tuple[str, str]] = field(default_factory=list)  # path, regular expression
 
 
-def read_schema(text: str, strict: bool = True) -> Reading:
+def read_schema(text: str, strict: bool = True) -> SchemaReading:
     """Raises GrammarRefused with the path of what is wrong."""
     if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise GrammarRefused(f"a schema may have {MAX_BYTES} bytes", "$")
@@ -142,7 +142,7 @@ def read_schema(text: str, strict: bool = True) -> Reading:
     if why := _schema(tree):
         raise GrammarRefused(why, "$")
     _bound(tree)
-    reading = Reading(tree if isinstance(tree, dict) else {} if tree else {"enum": []})
+    reading = SchemaReading(tree if isinstance(tree, dict) else {} if tree else {"enum": []})
     if tree is False:
         raise GrammarRefused("no document is valid under false", "$")
     walker = _Walker(reading, strict)
@@ -178,7 +178,7 @@ def _children(value: Any) -> Iterator[Any]:
 
 
 class _Walker:
-    def __init__(self, reading: Reading, strict: bool) -> None:
+    def __init__(self, reading: SchemaReading, strict: bool) -> None:
         self._reading = reading
         self._strict = strict
         self._names = 0

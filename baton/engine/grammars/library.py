@@ -23,7 +23,7 @@ from baton.engine.core.masks import NOTHING, Matcher, Words, common
 from baton.engine.core.thinking import ThinkingBudget
 from baton.engine.facts.tokenizer_files import TokenizerFiles
 from baton.engine.grammars.closing import Closer
-from baton.engine.grammars.keywords import COMPACT, MAX_BYTES, MAX_LITERAL, MAX_WRITTEN_OUT, Reading, joined, read_schema
+from baton.engine.grammars.keywords import COMPACT, MAX_BYTES, MAX_LITERAL, MAX_WRITTEN_OUT, SchemaReading, joined, read_schema
 from baton.engine.grammars.repetition import written_out
 
 MAX_CHOICES = 5_000
@@ -85,7 +85,7 @@ class Compiled:
 
     def matcher(self, output: Seq[int] = (), thinking: ThinkingBudget | None = None) -> Matcher:
         """Raises GrammarRefused if `output` does not match."""
-        made: Matcher | None = Follower(self.base) if self.base is not None else None
+        made: Matcher | None = GrammarFollower(self.base) if self.base is not None else None
         if thinking is not None:
             marks = "\n".join(text for each in thinking.marks for text in (each.begin, *each.ends))
             made = Closer(thinking, lambda token: self.vocabulary.spelled(token, marks), self.vocabulary.tokens.vocab_size, made)
@@ -96,7 +96,7 @@ class Compiled:
 
 
 def compile_grammar(vocabulary: Vocabulary, grammar: Grammar) -> Compiled:
-    """With its first mask. Takes milliseconds for what applications send, a second at worst. Raises GrammarRefused."""
+    """Compiles a grammar and its first mask. Takes milliseconds for what applications send, a second at worst. Raises GrammarRefused."""
     if grammar.kind not in KINDS:
         raise GrammarRefused(f"the kind must be one of {', '.join(KINDS)}")
     if len(grammar.text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
@@ -110,7 +110,7 @@ def compile_grammar(vocabulary: Vocabulary, grammar: Grammar) -> Compiled:
     return Compiled(vocabulary, _matcher(vocabulary, _WRITTEN[grammar.kind](grammar.text)))
 
 
-def _compile_schema(vocabulary: Vocabulary, reading: Reading, strict: bool) -> Compiled:
+def _compile_schema(vocabulary: Vocabulary, reading: SchemaReading, strict: bool) -> Compiled:
     text, relaxed = json.dumps(reading.schema), tuple(reading.dropped)
     try:
         return Compiled(vocabulary, _matcher(vocabulary, _written_schema(text, False)), relaxed)
@@ -127,7 +127,7 @@ def _compile_schema(vocabulary: Vocabulary, reading: Reading, strict: bool) -> C
         raise GrammarRefused(refused.why, _blamed(refused.why, reading)) from None
 
 
-def _blamed(why: str, reading: Reading) -> str:
+def _blamed(why: str, reading: SchemaReading) -> str:
     """The library names no path. An error of a pattern shows it."""
     return next((path for path, pattern in reading.patterns if pattern and pattern in why), "$")
 
@@ -231,7 +231,7 @@ def _short(error: str) -> str:
     return " ".join(error.replace("<non-verbose/>", "").split())[:300]
 
 
-class Follower:
+class GrammarFollower:
     """A `Matcher`. The library's object follows the output; what it has seen in vain is rolled back."""
 
     def __init__(self, base: Any) -> None:

@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """With those of its branches."""
+        """Its tokens and those of its branches."""
         return self.n + sum(branch.n for branch in self.branches)
 
 
@@ -88,7 +88,7 @@ class KvLayer(NamedTuple):
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of `[n, D]` the numbers of int8, and their scales `[n]`."""
+    """The int8 numbers of `[n, D]`, and their scales `[n]`."""
     scales = (x.abs().amax(dim=1).float() / INT8).clamp_(min=torch.finfo(torch.float32).tiny)
     return (x.float() * scales.reciprocal()[:, None]).round_(), scales
 

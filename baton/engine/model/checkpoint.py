@@ -312,7 +312,7 @@ class Checkpoint:
         return tensor
 
     def _formats(self, scheme: Scheme, expected: dict[str, Shape]) -> dict[str, tuple[Format, Shape]]:
-        """Of the weights that are quantised. The scheme knows modules by the names that they have in the file."""
+        """The formats of the quantised weights. The scheme knows modules by the names that they have in the file."""
         named = {name.rpartition(".")[0]: place.name.rpartition(".")[0] for name, place in self._where.items()}
         found = dict[str, tuple[Format, Shape]]()
         for name, shape in expected.items():

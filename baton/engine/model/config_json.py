@@ -15,7 +15,7 @@ from baton.engine.model.rope import flat_fields, read_rope, score_growth
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ArchitectureFacts:
     """What an architecture's name says by itself. The defaults are those that transformers uses if the file lacks the field."""
 
     norm_eps: float = 1e-6
@@ -41,22 +41,24 @@ class Family:
     latent: bool = False
 
 
-QWEN3 = Family(head_dim=128, attention_bias=True, qk_norm=True, windows="upper", window=4096)
-GEMMA2 = Family(head_dim=256, tied=True, attention_bias=True, windows=2, window=4096, gemma=True, score_softcap=50.0, logit_softcap=30.0)
+QWEN3 = ArchitectureFacts(head_dim=128, attention_bias=True, qk_norm=True, windows="upper", window=4096)
+GEMMA2 = ArchitectureFacts(
+    head_dim=256, tied=True, attention_bias=True, windows=2, window=4096, gemma=True, score_softcap=50.0, logit_softcap=30.0
+)
 FAMILIES = {
-    "LlamaForCausalLM": Family(multi_head=True, attention_bias=True, mlp_bias=True),
-    "MistralForCausalLM": Family(windows="all", window=4096),
-    "MixtralForCausalLM": Family(norm_eps=1e-5, theta=1e6, windows="all", experts="mixtral"),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, windows="upper", window=4096),
+    "LlamaForCausalLM": ArchitectureFacts(multi_head=True, attention_bias=True, mlp_bias=True),
+    "MistralForCausalLM": ArchitectureFacts(windows="all", window=4096),
+    "MixtralForCausalLM": ArchitectureFacts(norm_eps=1e-5, theta=1e6, windows="all", experts="mixtral"),
+    "Qwen2ForCausalLM": ArchitectureFacts(qkv_bias=True, windows="upper", window=4096),
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": replace(QWEN3, head_dim=None, windows="switched", experts="qwen3"),
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": replace(
         GEMMA2, theta=1e6, local_theta=10000.0, qk_norm=True, windows=6, window_pattern=True, score_softcap=None, logit_softcap=None
     ),
-    "Phi3ForCausalLM": Family(norm_eps=1e-5, multi_head=True, windows="all", packed=True),
-    "DeepseekV2ForCausalLM": Family(attention_bias=True, mlp_bias=True, experts="deepseek2", latent=True),
-    "DeepseekV3ForCausalLM": Family(attention_bias=True, experts="deepseek3", latent=True),
+    "Phi3ForCausalLM": ArchitectureFacts(norm_eps=1e-5, multi_head=True, windows="all", packed=True),
+    "DeepseekV2ForCausalLM": ArchitectureFacts(attention_bias=True, mlp_bias=True, experts="deepseek2", latent=True),
+    "DeepseekV3ForCausalLM": ArchitectureFacts(attention_bias=True, experts="deepseek3", latent=True),
 }
 SUPPORTED = tuple(FAMILIES)
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -114,7 +116,7 @@ def _architecture(f: Fields) -> str:
     return str(names[0])
 
 
-def _kv_shape(f: Fields, family: Family, heads: int, hidden: int, latent: LatentConfig | None) -> tuple[int, int]:
+def _kv_shape(f: Fields, family: ArchitectureFacts, heads: int, hidden: int, latent: LatentConfig | None) -> tuple[int, int]:
     """The number of heads that have KV, and the dimension of each."""
     if latent:
         kv_heads, head_dim = 1, latent.rank + latent.rope_dim
@@ -128,7 +130,7 @@ def _kv_shape(f: Fields, family: Family, heads: int, hidden: int, latent: Latent
     return kv_heads, head_dim
 
 
-def _refuse_unsupported(f: Fields, family: Family) -> None:
+def _refuse_unsupported(f: Fields, family: ArchitectureFacts) -> None:
     if family.gemma:
         f.only("hidden_activation", "gelu_pytorch_tanh")
     else:
@@ -143,7 +145,7 @@ def _refuse_unsupported(f: Fields, family: Family) -> None:
         raise f.error("attn_logit_softcapping", "is not known to this architecture")
 
 
-def _sliding_layers(f: Fields, family: Family, layers: int) -> list[bool]:
+def _sliding_layers(f: Fields, family: ArchitectureFacts, layers: int) -> list[bool]:
     """Which layers have a window."""
     switch, free = f.flag("use_sliding_window") and _window(f, family) is not None, True
     if isinstance(family.windows, int):
@@ -166,7 +168,7 @@ def _sliding_layers(f: Fields, family: Family, layers: int) -> list[bool]:
     return given
 
 
-def _window(f: Fields, family: Family) -> int | None:
+def _window(f: Fields, family: ArchitectureFacts) -> int | None:
     """The number of keys that a query sees in a layer with a window. Null, unlike a missing field, means that there is no window."""
     return None if f.raw.get("sliding_window", family.window) is None else f.size("sliding_window", family.window)
 
@@ -177,7 +179,7 @@ def _softcap(f: Fields, field: str, default: float | None) -> float | None:
 
 
 def _attention(
-    f: Fields, family: Family, sliding: list[bool], max_positions: int, latent: LatentConfig | None
+    f: Fields, family: ArchitectureFacts, sliding: list[bool], max_positions: int, latent: LatentConfig | None
 ) -> tuple[LayerAttention, ...]:
     window = _window(f, family)
     if any(sliding) and window is None:
@@ -193,7 +195,7 @@ def _attention(
     return tuple(LayerAttention(window if slides else None, softcap, scale) for slides in sliding)
 
 
-def _ropes(f: Fields, family: Family, sliding: list[bool], dim: int) -> tuple[Rope, ...]:
+def _ropes(f: Fields, family: ArchitectureFacts, sliding: list[bool], dim: int) -> tuple[Rope, ...]:
     """One per layer."""
     theta = f.number("rope_theta", family.theta)
     if family.local_theta is None:
@@ -212,7 +214,7 @@ def _ropes(f: Fields, family: Family, sliding: list[bool], dim: int) -> tuple[Ro
     return tuple(local if slides else whole for slides in sliding)
 
 
-def _latent(f: Fields, family: Family, heads: int) -> LatentConfig:
+def _latent(f: Fields, family: ArchitectureFacts, heads: int) -> LatentConfig:
     if f.size("num_key_value_heads", heads) != heads:
         raise f.error("num_key_value_heads", f"latent attention needs as many as num_attention_heads, {heads}")
     if family.experts == "deepseek2":
@@ -235,7 +237,7 @@ def _either(f: Fields, field: str, other: str, default: int | None = None, least
     return f.size(other if f.has(other) and not f.has(field) else field, default, least)
 
 
-def _experts(f: Fields, family: Family, layers: int) -> ExpertConfig:
+def _experts(f: Fields, family: ArchitectureFacts, layers: int) -> ExpertConfig:
     if family.experts == "mixtral":
         count, chosen = _either(f, "num_local_experts", "num_experts"), f.size("num_experts_per_tok", 2)
         experts = ExpertConfig(frozenset(range(layers)), count, chosen, f.size("intermediate_size"), normalised=True)

@@ -67,7 +67,7 @@ class LongKv:
         self.panel = Panel(layout, paged, blocks, layers)
 
     def attention(self, seq: Sequence, spans: Seq[Span], layers: Seq[LayerAttention]) -> "LongAttention":
-        """Of the spans of one sequence, in `batch_order`; their blocks are those of `table`."""
+        """Attention of the spans of one sequence, in `batch_order`; their blocks are those of `table`."""
         each = self.panel.layers
         metas = [plan(spans, self.panel.paged, layers[first : first + each]) for first in range(0, len(layers), each)]
         return LongAttention(self, seq, metas, max(span.start + span.n for span in spans))

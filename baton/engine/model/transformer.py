@@ -38,8 +38,8 @@ class Transformer:
         self.frequencies = {rope: frequencies(rope, config.rope_dim).to(device) for rope in dict.fromkeys(config.ropes)}  # [D / 2] each
 
     def turn_heads(self) -> None:
-        """From now on, queries, keys and values go to attention turned, and what comes back is turned back: in exact arithmetic nothing
-        changes. The largest power of two that divides both sizes of a head is turned together."""
+        """Turns queries, keys and values from now on before attention, and turns back what comes back: in exact arithmetic nothing changes.
+        The largest power of two that divides both sizes of a head is turned together."""
         c = self.config
         both = c.head_dim | (c.kv_value_dim or c.head_dim)
         for layer in self.layers:

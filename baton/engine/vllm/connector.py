@@ -33,7 +33,7 @@ from baton.engine.core.kvcache import DTYPE_BYTES
 from baton.engine.vllm.block_events import BlockEvents
 from baton.engine.vllm.forms import forms_of
 from baton.engine.vllm.layers import CudaLane, HostLane, Layers
-from baton.engine.vllm.ledger import KEY, PUBLISHER, Ledger, Order, Pairs, StepNews
+from baton.engine.vllm.ledger import KEY, PUBLISHER, JobLedger, Order, Pairs, StepNews
 from baton.engine.vllm.link import Leash, RankReport
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class _Step:
 class SchedulerSide:
     def __init__(self, leash: Leash, block_size: int) -> None:
         self._leash = leash
-        self._ledger = Ledger(block_size)
+        self._ledger = JobLedger(block_size)
         self._steps: dict[int, _Step] = {}  # under way: with a pipeline, several are
         self._jobs: dict[str, str] = {}
         self.manager: KVCacheManager | None = None

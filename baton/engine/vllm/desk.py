@@ -33,13 +33,13 @@ class Job:
 
 
 @dataclass(slots=True)
-class Admission:
+class AdmittedJobs:
     jobs: list[Job] = field(default_factory=list)
     expired: list[Output] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class EngineBounds:
     max_num_seqs: int
     max_queue: int
     max_len: int
@@ -48,7 +48,7 @@ class Bounds:
 
 
 class Desk:
-    def __init__(self, staged_blocks: int, block_size: int, bounds: Bounds) -> None:
+    def __init__(self, staged_blocks: int, block_size: int, bounds: EngineBounds) -> None:
         self.staged = BlockPool(staged_blocks, prefix_caching=False)
         self.bounds = bounds
         self.sequences: dict[str, Sequence] = {}
@@ -143,9 +143,9 @@ class Desk:
 
     # --- what vLLM says ---
 
-    def admit(self, now: float) -> Admission:
+    def admit(self, now: float) -> AdmittedJobs:
         """The jobs that begin now, in order of arrival, and the sequences that waited too long."""
-        plan = Admission(expired=[Output(seq, None, expired=True) for seq in self._arrivals.expire(now)])
+        plan = AdmittedJobs(expired=[Output(seq, None, expired=True) for seq in self._arrivals.expire(now)])
         for output in plan.expired:
             del self.sequences[output.seq.id]
             self.queue_forks(output.seq)

@@ -18,7 +18,7 @@ from baton.engine.build import WARM_UP_TOKENS, BuildError
 from baton.engine.core.block_key import DEVICE
 from baton.engine.core.blocks import CacheChange
 from baton.engine.core.commands import prepare
-from baton.engine.core.contract import EngineStopped, Facts, Listener, Traits, cache_events, taken
+from baton.engine.core.contract import EngineLoad, EngineStopped, Listener, Traits, cache_events, taken
 from baton.engine.core.counts import Counts
 from baton.engine.core.engine import Output
 from baton.engine.core.kvcache import KvLayout, KvPool
@@ -33,10 +33,10 @@ from baton.engine.facts.model_facts import end_tokens
 from baton.engine.grammars.store import GrammarStore
 from baton.engine.options import Options, ranks
 from baton.engine.vllm import arguments
-from baton.engine.vllm.desk import Bounds, Desk, Job
+from baton.engine.vllm.desk import Desk, EngineBounds, Job
 from baton.engine.vllm.forms import RankForms
 from baton.engine.vllm.ledger import KEY, PUBLISHER, Order
-from baton.engine.vllm.link import Host, RankReport
+from baton.engine.vllm.link import LinkHost, RankReport
 
 log = logging.getLogger(__name__)
 START_S = 600.0  # the first start compiles
@@ -45,13 +45,13 @@ CLOSED_WITHIN_S = 30.0  # a prompt's copies land in the step that samples its fi
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedVllm:
     """What a start of vLLM has found."""
 
     llm: Any
     pool: KvPool
     traits: Traits
-    bounds: Bounds
+    bounds: EngineBounds
 
 
 class VllmEngine:
@@ -75,7 +75,7 @@ class VllmEngine:
     async def start(self) -> None:
         """Raises BuildError or CheckpointError."""
         self._loop = asyncio.get_running_loop()
-        link = Host(ranks(self._options.engine.vllm), self._from_thread(self._on_news), self._from_thread(self._on_end))
+        link = LinkHost(ranks(self._options.engine.vllm), self._from_thread(self._on_news), self._from_thread(self._on_end))
         try:
             started = await asyncio.to_thread(_start, self._options, link)
         except BaseException:
@@ -140,11 +140,11 @@ class VllmEngine:
         self._desk.release(blocks)
         self._admit()
 
-    async def look(self) -> Facts:
+    async def look(self) -> EngineLoad:
         self._check()
         desk, total = self._desk, self._traits.num_blocks
         free = total if self._free is None else self._free
-        return Facts(
+        return EngineLoad(
             running=desk.running,
             waiting=desk.queued,
             waiting_tokens=desk.waiting_tokens(),
@@ -187,7 +187,7 @@ class VllmEngine:
     # --- requests ---
 
     async def _warm_up(self) -> None:
-        """Before anybody listens: first requests take seconds, and vLLM compiles for log-probabilities, of one and of several rows."""
+        """Warms up before anybody listens: first requests take seconds; vLLM compiles for log-probabilities of one and of several rows."""
         listener, ended = self._listener, asyncio.Semaphore(0)
 
         def note(outputs: list[Output]) -> None:
@@ -354,7 +354,7 @@ class VllmEngine:
         self._listener.on_cache(events)
 
 
-def _start(options: Options, link: Host) -> Started:
+def _start(options: Options, link: LinkHost) -> StartedVllm:
     """Starts vLLM and waits for it. Runs in a thread."""
     try:
         check_sums(options.path)
@@ -387,11 +387,11 @@ def _start(options: Options, link: Host) -> Started:
     except Exception as error:
         raise BuildError(f"engine.vllm: vLLM does not start: {link.refusal or error}") from error
     (pool,) = pools
-    return Started(llm, pool, *_facts(llm, pool, options))
+    return StartedVllm(llm, pool, *_facts(llm, pool, options))
 
 
 def _staged_pool(options: Options, whole: RankReport, fd: int) -> KvPool:
-    """In the memory behind `fd`, which gets the size that it needs."""
+    """A pool in the memory behind `fd`, which gets the size that it needs."""
     shape = (whole.dtype, whole.block_size, whole.layers, whole.heads, whole.width)
     layout = KvLayout(fingerprint(options.path), *shape, parts=1, packing=whole.packing)
     blocks = _staged_blocks(options, layout, whole.blocks)
@@ -399,8 +399,8 @@ def _staged_pool(options: Options, whole: RankReport, fd: int) -> KvPool:
     return KvPool(layout, blocks, mmap.mmap(fd, blocks * layout.block_bytes))
 
 
-def _facts(llm: Any, pool: KvPool, options: Options) -> tuple[Traits, Bounds]:
-    """Of a vLLM that runs."""
+def _facts(llm: Any, pool: KvPool, options: Options) -> tuple[Traits, EngineBounds]:
+    """The facts of a vLLM that runs."""
     model, cache = llm.model_config, llm.vllm_config.cache_config
     eos = frozenset(end_tokens(options.path))
     traits = Traits(
@@ -412,7 +412,7 @@ def _facts(llm: Any, pool: KvPool, options: Options) -> tuple[Traits, Bounds]:
         eos_token_ids=eos,
         lends=False,
     )
-    bounds = Bounds(traits.max_num_seqs, options.engine.limits.max_queue, traits.max_model_len, model.get_vocab_size(), eos)
+    bounds = EngineBounds(traits.max_num_seqs, options.engine.limits.max_queue, traits.max_model_len, model.get_vocab_size(), eos)
     return traits, bounds
 
 

@@ -79,8 +79,8 @@ class RankForms:
         self._store.close()
 
 
-class Forms:
-    """For the thread of the link and that of the model runner. The library is loaded with the first grammar."""
+class VllmForms:
+    """Belongs to the thread of the link and that of the model runner. The library is loaded with the first grammar."""
 
     def __init__(self, model_path: Path, vocab_size: int) -> None:
         self._path, self._vocab_size = model_path, vocab_size
@@ -116,6 +116,6 @@ class Forms:
 
 
 @cache
-def forms_of(model_path: Path, vocab_size: int) -> Forms:
+def forms_of(model_path: Path, vocab_size: int) -> VllmForms:
     """The same for all parts of a process."""
-    return Forms(model_path, vocab_size)
+    return VllmForms(model_path, vocab_size)

@@ -26,7 +26,7 @@ class Lane(Protocol):
         ...
 
     def upload(self, values: Tensor, device: torch.device) -> Tensor:
-        """For work that is submitted later. Nobody waits."""
+        """Uploads what work needs that is submitted later. Nobody waits."""
         ...
 
     def submit(self, work: Callable[[], None]) -> Any:

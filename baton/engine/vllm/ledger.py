@@ -36,7 +36,7 @@ class Order:
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class LedgerEntry:
     request_id: str
     order: Order
     saved: int = 0  # leading blocks that were copied out, or will be in a step under way
@@ -62,10 +62,10 @@ class StepNews:
     closed: list[str] = field(default_factory=list)
 
 
-class Ledger:
+class JobLedger:
     def __init__(self, block_size: int) -> None:
         self._size = block_size
-        self._entries: dict[str, Entry] = {}  # by vLLM's id of the request
+        self._entries: dict[str, LedgerEntry] = {}  # by vLLM's id of the request
         self._loads: dict[str, Pairs] = {}  # that begin with the step that is being planned
         self._steps = 0
         self._under_way: dict[int, StepNews] = {}
@@ -74,7 +74,7 @@ class Ledger:
         return len(self._entries)
 
     def arrived(self, request_id: str, order: Order) -> None:
-        self._entries[request_id] = Entry(request_id, order)
+        self._entries[request_id] = LedgerEntry(request_id, order)
 
     def matched(self, request_id: str, computed: int) -> int:
         """Positions beyond `computed`, a multiple of the block size. vLLM asks at every attempt to schedule a request, so
@@ -143,7 +143,7 @@ class Ledger:
         return news.closed
 
     def _save(
-        self, request_id: str, entry: Entry, positions: int, block_ids: Callable[[str], Sequence[int]], plan: StepPlan, news: StepNews
+        self, request_id: str, entry: LedgerEntry, positions: int, block_ids: Callable[[str], Sequence[int]], plan: StepPlan, news: StepNews
     ) -> None:
         order = entry.order
         whole = positions >= order.save
@@ -158,7 +158,7 @@ class Ledger:
         else:
             news.staged.append((order.job, full))
 
-    def _close(self, entry: Entry, news: StepNews) -> None:
+    def _close(self, entry: LedgerEntry, news: StepNews) -> None:
         del self._entries[entry.request_id]
         if entry.order.job not in news.closed:
             news.closed.append(entry.order.job)

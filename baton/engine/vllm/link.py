@@ -121,7 +121,7 @@ class _Line:
         return message if isinstance(message, dict) else None
 
 
-class Host:
+class LinkHost:
     """Our end. `on_news` and `on_end` are called in threads of the link."""
 
     def __init__(self, ranks: int, on_news: Callable[[dict[str, Any]], None], on_end: Callable[[], None]) -> None:
@@ -248,7 +248,7 @@ class Leash:
 
     @classmethod
     def of(cls, given: dict[str, Any], timeout_s: float = 60.0) -> Self:
-        """Reads the connector's part of vLLM's configuration: what `Host.given` says."""
+        """Reads the connector's part of vLLM's configuration: what `LinkHost.given` says."""
         return cls(given["address"], given["token"], Path(given["folder"]), timeout_s)
 
     def hello(self) -> None:

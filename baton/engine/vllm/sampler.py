@@ -24,7 +24,7 @@ from baton.engine.core.sampling import FIELDS, SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.thinking import Marks, ThinkingBudget
 from baton.engine.model.sampler import sample
-from baton.engine.vllm.forms import Forms, forms_of
+from baton.engine.vllm.forms import VllmForms, forms_of
 
 KEY = "baton"  # in SamplingParams.extra_args
 
@@ -38,7 +38,7 @@ def pack(params: SamplingParams, prompt_len: int, eos: frozenset[int]) -> dict[s
     return {"prompt_len": prompt_len, "params": packed, "eos": sorted(eos)}
 
 
-def unpack(packed: dict[str, Any], prompt: list[int], output: list[int], name: str = "", forms: Forms | None = None) -> "Row":
+def unpack(packed: dict[str, Any], prompt: list[int], output: list[int], name: str = "", forms: VllmForms | None = None) -> "Row":
     """`forms`: who makes matchers; needed only for a request that has a form or bounds its thinking."""
     given = packed["params"] | {"logit_bias": dict(packed["params"]["logit_bias"])}
     given["stop_token_ids"] = frozenset(given["stop_token_ids"])

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.models.evaluate.questions import Choice
+from baton.models.evaluate.questions import MultipleChoice
 from baton.models.evaluate.reader import Reader
 
 Tick = Callable[[int], None]  # is told how many tokens or questions are done
 
 
 def unheard(done: int) -> None:
-    """For callers that show no progress."""
+    """Does nothing, for callers that show no progress."""
 
 
 @dataclass(slots=True)
 class Reading:
-    """Of a text by one reader, beside the first of several. Sums over its positions; nats."""
+    """One reader's results on a text, beside the first reader's. Sums over its positions; nats."""
 
     tokens: int = 0
     loss_sum: float = 0.0
@@ -77,7 +77,7 @@ def read(readers: Sequence[Reader], texts: Sequence[list[int]], prompt: float = 
     return totals
 
 
-def choose(reader: Reader, questions: Iterable[Choice], tick: Tick = unheard) -> float:
+def choose(reader: Reader, questions: Iterable[MultipleChoice], tick: Tick = unheard) -> float:
     """The share of right answers."""
     right = count = 0
     for question in questions:

@@ -7,7 +7,7 @@ from random import Random
 from baton.models.evaluate.general import FACTS
 from baton.models.evaluate.texts import Speller
 from baton.models.train.corpus import EOS, render
-from baton.models.train.dialogues import Fact, Message, fact, long_document
+from baton.models.train.dialogues import Message, ToldFact, fact, long_document
 from baton.models.train.evaluate import WORDS_PER_TOKEN, ask, recall_question
 from baton.models.train.recipe import SEED
 
@@ -16,14 +16,14 @@ SHOTS = ("What is the opposite of up?", "down"), ("How many fingers are on one h
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MultipleChoice:
     """The model chooses the answer that it finds likeliest. `answers`: prompt and answer in tokens."""
 
     answers: tuple[tuple[list[int], list[int]], ...]
     right: int
 
 
-def facts(speller: Speller) -> Iterator[Choice]:
+def facts(speller: Speller) -> Iterator[MultipleChoice]:
     """What a model knows by heart; of a model that only knows stories, what it was just told."""
     rng = Random(f"{SEED}/choices")
     for item in FACTS[:COUNT]:
@@ -34,7 +34,7 @@ def facts(speller: Speller) -> Iterator[Choice]:
             yield _choice(speller, rng, _asked(question), f" {right}", [f" {each}" for each in wrong])
 
 
-def sums(speller: Speller) -> Iterator[Choice]:
+def sums(speller: Speller) -> Iterator[MultipleChoice]:
     """The wrong answers are near the right one."""
     rng = Random(f"{SEED}/sum choices")
     for i in range(COUNT):
@@ -72,7 +72,7 @@ def _asked(question: str) -> str:
     return f"{shown}Question: {question}\nAnswer:"
 
 
-def _told(speller: Speller, rng: Random) -> Choice:
+def _told(speller: Speller, rng: Random) -> MultipleChoice:
     """The wrong answers have values of other facts of the same kind."""
     long = long_document(rng, 40)
     asked = rng.choice(long.facts)
@@ -85,12 +85,12 @@ def _told(speller: Speller, rng: Random) -> Choice:
     return _choice(speller, rng, prompt, asked.answer + EOS, [asked.answer.replace(asked.value, other) + EOS for other in others])
 
 
-def _kind(told: Fact) -> tuple[str, ...]:
+def _kind(told: ToldFact) -> tuple[str, ...]:
     first, second, third, *_ = told.question.split()
     return (first, second) if first != "What" or second == "does" else (first, second, third)
 
 
-def _choice(speller: Speller, rng: Random, prompt: str, right: str, wrong: list[str]) -> Choice:
+def _choice(speller: Speller, rng: Random, prompt: str, right: str, wrong: list[str]) -> MultipleChoice:
     options = [right, *wrong]
     rng.shuffle(options)
-    return Choice(tuple(speller.split(prompt, option) for option in options), options.index(right))
+    return MultipleChoice(tuple(speller.split(prompt, option) for option in options), options.index(right))

@@ -30,7 +30,7 @@ class Speller:
 
     @classmethod
     def of(cls, folder: Path) -> "Speller":
-        """Of a model's folder. Raises ValueError, which names file and field."""
+        """The speller of a model's folder. Raises ValueError, which names file and field."""
         files = TokenizerFiles.read(folder)
         tokenizer = Tokenizer.from_str(files.definition)
         tokenizer.add_tokens([AddedToken(**asdict(token)) for token in files.added])
@@ -39,7 +39,7 @@ class Speller:
         return cls(tokenizer, all(files.ids.get(mark) == i for i, mark in enumerate(SPECIAL)))
 
     def spell(self, text: str) -> list[int]:
-        """With what the model's files put around a prompt; texts of this project have it already."""
+        """Token ids, with what the model's files put around a prompt; texts of this project have it already."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not self.ours).ids
         return ids
 
@@ -61,7 +61,7 @@ def made_texts(speller: Speller, tokens: int) -> Texts:
 
 
 def calibration_texts(speller: Speller, tokens: int) -> list[list[int]]:
-    """As `made_texts`, but others than those: what a model is quantised with must not be what it is measured with."""
+    """Texts like `made_texts`, but others: what a model is quantised with must not be what it is measured with."""
     if speller.ours:
         return taken(map(speller.spell, _documents("calibration")), tokens)
     prose = taken(map(speller.spell, PROSE[1::2]), tokens // 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.models.evaluate import measure, questions
 from baton.models.evaluate.measure import Continuations, Reading, Tick
-from baton.models.evaluate.questions import Choice
+from baton.models.evaluate.questions import MultipleChoice
 from baton.models.evaluate.reader import Reader
 from baton.models.evaluate.texts import Speller, Texts
 from baton.models.train.evaluate import DISTANCES
@@ -32,7 +32,7 @@ class Extent:
 
 
 class Evaluation:
-    """Of one reader, or of two: what is said of the second is beside the first."""
+    """The evaluation of one reader, or of two: what is said of the second is beside the first."""
 
     def __init__(self, readers: Sequence[Reader], speller: Speller, extent: Extent, say: Say) -> None:
         """Raises ValueError if the readers do not share a vocabulary."""
@@ -68,7 +68,7 @@ class Evaluation:
         for row, continued in zip(self.rows, measure.go_on(self._readers, begun, tokens, tick), strict=True):
             row["continuations"] = _continued(continued)
 
-    def _choose(self, name: str, made: Callable[[Speller], Iterable[Choice]], tick: Tick) -> None:
+    def _choose(self, name: str, made: Callable[[Speller], Iterable[MultipleChoice]], tick: Tick) -> None:
         for row, reader in zip(self.rows, self._readers, strict=True):
             row[name] = measure.choose(reader, made(self._speller), tick)
 

@@ -27,7 +27,7 @@ from baton.engine.facts.fingerprint import SUMS
 from baton.models.fetch import answers
 from baton.models.fetch.digest import Check
 from baton.models.fetch.selection import chosen
-from baton.models.fetch.store import Changed, FetchError, Interrupted, Listing, RemoteFile, Stream, Wanted
+from baton.models.fetch.store import ByteStream, Changed, FetchError, Interrupted, Listing, RemoteFile, Wanted
 
 CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SHARED_CREDENTIALS_FILE, of an account that may list and read it"
 BUCKET = re.compile(r"s3://([\w.-]+)(?:/(.*))?")
@@ -66,13 +66,13 @@ class Bucket:
         return Listing(tuple(self._file(name, found[name], sums) for name in chosen_names))
 
     @contextmanager
-    def open(self, file: RemoteFile, start: int) -> Iterator[Stream]:
+    def open(self, file: RemoteFile, start: int) -> Iterator[ByteStream]:
         how = {"IfMatch": file.tag} | ({"Range": f"bytes={start}-"} if start else {})
         with self._failing(f"{self._wanted.source}: {file.name}"):
             answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + file.name, **how)
             body = answer["Body"]
             try:
-                yield Stream(answers.first_byte(answer.get("ContentRange", "")), self._pieces(body))
+                yield ByteStream(answers.first_byte(answer.get("ContentRange", "")), self._pieces(body))
             finally:
                 body.close()
 

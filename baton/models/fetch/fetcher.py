@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class How:
+class FetchOptions:
     attempts: int = 5
     pause_s: float = 1.0  # before the second attempt; it doubles
     lock_s: float = 3600.0  # for how long another fetcher is waited for
@@ -30,7 +30,7 @@ class How:
     verify: bool = False  # read what is there again
 
 
-def fetch(wanted: Wanted, folder: Path, connect: Callable[[], Store], how: How, say: Say) -> Manifest:
+def fetch(wanted: Wanted, folder: Path, connect: Callable[[], Store], how: FetchOptions, say: Say) -> Manifest:
     """`connect` is called only if something is to be fetched. Raises FetchError."""
     folder.mkdir(parents=True, exist_ok=True)
     if not how.verify and (ready := _ready(wanted, folder, how)):
@@ -76,7 +76,7 @@ def unready(wanted: Wanted, folder: Path) -> str:
     return f"missing or of another size: {', '.join(wrong)}" if wrong else ""
 
 
-def _ready(wanted: Wanted, folder: Path, how: How, known: Manifest | None = None) -> Manifest | None:
+def _ready(wanted: Wanted, folder: Path, how: FetchOptions, known: Manifest | None = None) -> Manifest | None:
     """The manifest, if nothing is to be done. `known`: what is left of it after a check."""
     found = manifest.read(folder)
     if found is None or unready(wanted, folder) or (known is not None and known.files.keys() != found.files.keys()):
@@ -84,7 +84,7 @@ def _ready(wanted: Wanted, folder: Path, how: How, known: Manifest | None = None
     return found if how.unverified or not found.unverified() else None
 
 
-def _known(wanted: Wanted, folder: Path, how: How, say: Say) -> Manifest:
+def _known(wanted: Wanted, folder: Path, how: FetchOptions, say: Say) -> Manifest:
     """The files of an earlier fetch that need not be looked at again."""
     for name in (COMPLETE, PARTIAL):
         found = manifest.read(folder, name)
@@ -99,7 +99,7 @@ def _known(wanted: Wanted, folder: Path, how: How, say: Say) -> Manifest:
 class _Round:
     """One listing, and what it names."""
 
-    def __init__(self, wanted: Wanted, folder: Path, store: Store, how: How, say: Say) -> None:
+    def __init__(self, wanted: Wanted, folder: Path, store: Store, how: FetchOptions, say: Say) -> None:
         self._wanted, self._folder, self._store, self._how, self._say = wanted, folder, store, how, say
         self._patience = Patience(how.attempts, how.pause_s, say)
 

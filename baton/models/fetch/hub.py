@@ -15,7 +15,7 @@ from huggingface_hub.utils._http import get_session
 
 from baton.models.fetch import answers
 from baton.models.fetch.digest import Check
-from baton.models.fetch.store import Changed, FetchError, Interrupted, Listing, RemoteFile, Stream, Wanted
+from baton.models.fetch.store import ByteStream, Changed, FetchError, Interrupted, Listing, RemoteFile, Wanted
 
 CREDENTIALS = "a private or gated model needs a token that may read it, in HF_TOKEN or in the file that HF_TOKEN_PATH names"
 REPO = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@(.+))?")
@@ -51,7 +51,7 @@ class Hub:
         return Listing(tuple(_file(each, self._commit) for each in info.siblings or ()), self._commit)
 
     @contextmanager
-    def open(self, file: RemoteFile, start: int) -> Iterator[Stream]:
+    def open(self, file: RemoteFile, start: int) -> Iterator[ByteStream]:
         url = hf_hub_url(self._repo, file.name, revision=self._commit, endpoint=self._endpoint)
         headers = {**build_hf_headers(token=self._token), "Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
         with self._failing(f"{self._what}: {file.name}"), get_session().stream("GET", url, headers=headers) as response:
@@ -64,7 +64,7 @@ class Hub:
             if SHA256.fullmatch(tag) and SHA256.fullmatch(file.tag) and tag != file.tag:
                 raise Changed(f"{self._what}: {file.name} is another version")
             ranged = response.headers.get("content-range", "") if response.status_code == 206 else ""
-            yield Stream(answers.first_byte(ranged), self._pieces(response))
+            yield ByteStream(answers.first_byte(ranged), self._pieces(response))
 
     def unchanged(self, listing: Listing) -> bool:
         return True  # a commit never changes

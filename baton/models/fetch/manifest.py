@@ -19,7 +19,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ManifestEntry:
     size: int
     sha256: str
     tag: str
@@ -30,13 +30,13 @@ class Entry:
 class Manifest:
     wanted: Wanted
     commit: str = ""
-    files: dict[str, Entry] = field(default_factory=dict)
+    files: dict[str, ManifestEntry] = field(default_factory=dict)
 
     def holds(self, file: RemoteFile) -> bool:
         entry = self.files.get(file.name)
         return entry is not None and (entry.size, entry.tag) == (file.size, file.tag)
 
-    def with_file(self, name: str, entry: Entry) -> "Manifest":
+    def with_file(self, name: str, entry: ManifestEntry) -> "Manifest":
         return replace(self, files={**self.files, name: entry})
 
     def without(self, names: Iterable[str]) -> "Manifest":
@@ -54,7 +54,7 @@ def read(folder: Path, name: str = COMPLETE) -> Manifest | None:
         if found.pop("version") != VERSION:
             return None
         wanted = Wanted(found["source"], found["endpoint"], tuple(found["include"]))
-        return Manifest(wanted, found["commit"], {file: Entry(**entry) for file, entry in found["files"].items()})
+        return Manifest(wanted, found["commit"], {file: ManifestEntry(**entry) for file, entry in found["files"].items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

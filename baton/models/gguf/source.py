@@ -64,7 +64,7 @@ class GgufFile:
         return value
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor, `[out, in]`."""
+        """The shape of every tensor, `[out, in]`."""
         return {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
 
     def kind(self, name: str) -> str:

@@ -8,14 +8,14 @@ inputs' mean magnitude to a power between 0 and 1, the one whose outputs are nea
 import torch
 from torch import Tensor
 
-from baton.models.quantise.inputs import Inputs
+from baton.models.quantise.inputs import InputSums
 from baton.models.quantise.rounding import nearest
 
 POWERS = 11  # that are tried, from 0 (no scaling) to 1
 LEAST = 1e-4
 
 
-def scaling(weights: list[Tensor], inputs: Inputs, heads: tuple[int, int], bits: int, group: int) -> Tensor:
+def scaling(weights: list[Tensor], inputs: InputSums, heads: tuple[int, int], bits: int, group: int) -> Tensor:
     """s `[in]` for matrices W `[out, in]` with the same inputs. `heads`: (n, repeats), columns are n sets of `repeats` parts that must have
     the same s, since one head of values feeds them all; (1, 1): none."""
     mean = shared(inputs.total / inputs.count, heads).clamp_(min=LEAST)

@@ -9,7 +9,7 @@ step at once: its row i belongs to the inverse of H without the columns before i
 import torch
 from torch import Tensor
 
-from baton.models.quantise.inputs import Inputs
+from baton.models.quantise.inputs import InputSums
 from baton.models.quantise.rounding import Grid, Rounded, fit
 
 DAMPING = 0.01  # of the mean of H's diagonal, added to it: columns that are nearly alike must not make up for each other without limit
@@ -17,7 +17,7 @@ MOST_DAMPING = 1.0
 BLOCK = 128  # columns whose corrections reach the rest of the matrix together, in one product
 
 
-def gptq(w: Tensor, inputs: Inputs, bits: int, group: int, symmetric: bool = True) -> Rounded:
+def gptq(w: Tensor, inputs: InputSums, bits: int, group: int, symmetric: bool = True) -> Rounded:
     """W float32 `[out, in]`, which is left as it is. Raises ValueError if the inputs are not finite."""
     w, upper = w.clone(), factor(inputs.hessian)
     width, groups = w.shape[1], -(-w.shape[1] // group)

@@ -9,7 +9,7 @@ SAMPLE = 256  # rows that are kept as they are
 
 
 @dataclass(slots=True)
-class Inputs:
+class InputSums:
     """Sums over all rows x `[in]`; as much memory as in² numbers."""
 
     hessian: Tensor  # sum of x xᵀ, [in, in]: (W - V) H (W - V)ᵀ says how far the outputs of V are from those of W
@@ -19,7 +19,7 @@ class Inputs:
     count: int = 0
 
     @classmethod
-    def none(cls, width: int) -> "Inputs":
+    def none(cls, width: int) -> "InputSums":
         return cls(torch.zeros(width, width), torch.zeros(width), torch.zeros(width), torch.empty(0, width))
 
     def add(self, rows: Tensor, share: int) -> None:

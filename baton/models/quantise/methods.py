@@ -9,7 +9,7 @@ from torch import Tensor
 from baton.models.quantise import formats
 from baton.models.quantise.awq import scaling
 from baton.models.quantise.gptq import gptq
-from baton.models.quantise.inputs import Inputs
+from baton.models.quantise.inputs import InputSums
 from baton.models.quantise.rounding import Rounded, nearest
 from baton.models.quantise.sites import Site, Tensors
 from baton.models.quantise.smoothquant import by_rows, migration
@@ -22,21 +22,21 @@ class Method:
     write: Callable[[Rounded], dict[str, Tensor]]
     config: Callable[[int], dict[str, Any]]
     corrects: bool = False  # columns make up for each other (GPTQ)
-    scale: Callable[[list[Tensor], Inputs, tuple[int, int], int, int], Tensor] | None = None  # of columns, before they are rounded
+    scale: Callable[[list[Tensor], InputSums, tuple[int, int], int, int], Tensor] | None = None  # of columns, before they are rounded
 
-    def factor(self, site: Site, tensors: Tensors, inputs: Inputs, group: int) -> Tensor | None:
-        """For the columns of a site's matrices; None: they stay. Only what makes the inputs can take a factor back."""
+    def factor(self, site: Site, tensors: Tensors, inputs: InputSums, group: int) -> Tensor | None:
+        """The factor for the columns of a site's matrices; None: they stay. Only what makes the inputs can take a factor back."""
         if self.scale is None or not (site.norm or (site.made_by and self.bits < 8)):
             return None
         return self.scale([tensors[f"{name}.weight"] for name in site.names], inputs, site.heads, self.bits, group)
 
-    def round(self, w: Tensor, inputs: Inputs, group: int) -> Rounded:
+    def round(self, w: Tensor, inputs: InputSums, group: int) -> Rounded:
         """`group` 0: a row is one."""
         if self.corrects:
             return gptq(w, inputs, self.bits, group, self.symmetric)
         return nearest(w, self.bits, group or w.shape[1], self.symmetric)
 
-    def error(self, w: Tensor, v: Tensor, inputs: Inputs, s: Tensor | None = None) -> float:
+    def error(self, w: Tensor, v: Tensor, inputs: InputSums, s: Tensor | None = None) -> float:
         """The mean square by which outputs with v, whose columns have the factor s, differ from those with w `[out, in]`. With 8 bits,
         inputs are rounded, too, as engines do."""
         if self.bits < 8:
@@ -45,7 +45,7 @@ class Method:
         return float((by_rows(x if s is None else x / s) @ v.t() - x @ w.t()).square().sum()) / len(x)
 
 
-def _migration(weights: list[Tensor], inputs: Inputs, heads: tuple[int, int], bits: int, group: int) -> Tensor:
+def _migration(weights: list[Tensor], inputs: InputSums, heads: tuple[int, int], bits: int, group: int) -> Tensor:
     return migration(weights, inputs)
 
 

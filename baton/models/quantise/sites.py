@@ -25,7 +25,7 @@ class Site:
 
 
 def sites(config: ModelConfig) -> tuple[Site, Site, Site, Site]:
-    """In the order of `linears`."""
+    """The sites in the order of `linears`."""
     c = config
     qkv = ("self_attn.qkv_proj",) if c.packed else tuple(f"self_attn.{part}_proj" for part in "qkv")
     up = ("mlp.gate_up_proj",) if c.packed else ("mlp.gate_proj", "mlp.up_proj")

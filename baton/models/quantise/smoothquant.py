@@ -8,14 +8,14 @@ with it changes nothing to the model, and evens x out: s = max|x|^a / max|W|^(1 
 import torch
 from torch import Tensor
 
-from baton.models.quantise.inputs import Inputs
+from baton.models.quantise.inputs import InputSums
 from baton.models.quantise.rounding import nearest
 
 POWERS = (0.25, 0.5, 0.65, 0.8)  # of max|x| that are tried, besides no migration at all
 LEAST = 1e-5
 
 
-def migration(weights: list[Tensor], inputs: Inputs) -> Tensor:
+def migration(weights: list[Tensor], inputs: InputSums) -> Tensor:
     """s `[in]` for matrices W `[out, in]` with the same inputs: the one with which the outputs of a sample are nearest to the original's,
     both rounded to int8."""
     column = torch.stack([w.abs().amax(0) for w in weights]).amax(0).clamp_(min=LEAST)

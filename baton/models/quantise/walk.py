@@ -13,7 +13,7 @@ from baton.engine.model.ops import Ops
 from baton.engine.model.rope import frequencies
 from baton.engine.model.transformer import Layer
 from baton.engine.model.weights import Weights
-from baton.models.quantise.inputs import SAMPLE, Inputs
+from baton.models.quantise.inputs import SAMPLE, InputSums
 from baton.models.quantise.sites import Tensors, linears, sites
 
 
@@ -25,10 +25,10 @@ class Walk:
         embedding = checkpoint.tensor("model.embed_tokens.weight")
         self.texts = [self._ops.embed(torch.tensor(text), embedding, 1).float().mul_(config.embedding_scale) for text in texts]
 
-    def inputs(self, index: int, tensors: Tensors) -> list[Inputs]:
-        """Of each of the layer's sites. The texts stay where they are."""
+    def inputs(self, index: int, tensors: Tensors) -> list[InputSums]:
+        """The inputs of each of the layer's sites. The texts stay where they are."""
         layer, share = self._layer(index, tensors), max(1, SAMPLE // len(self.texts))
-        found = [Inputs.none(tensors[f"{site.names[0]}.weight"].shape[1]) for site in sites(self._config)]
+        found = [InputSums.none(tensors[f"{site.names[0]}.weight"].shape[1]) for site in sites(self._config)]
         for linear, inputs in zip(linears(layer), found, strict=True):
             _watch(linear, partial(inputs.add, share=share))
         for x in self.texts:
@@ -36,7 +36,7 @@ class Walk:
         return found
 
     def move(self, index: int, tensors: Tensors) -> None:
-        """Past the layer, with these weights."""
+        """Moves the texts past the layer, with these weights."""
         layer = self._layer(index, tensors)
         for x in self.texts:
             self._apply(layer, index, x)

@@ -16,7 +16,7 @@ from baton.engine.facts.fingerprint import check_sums
 from baton.engine.model.checkpoint import Checkpoint, ModelConfig, expected_tensors
 from baton.engine.model.config_json import read_config
 from baton.models.folder import write_json
-from baton.models.quantise.inputs import Inputs
+from baton.models.quantise.inputs import InputSums
 from baton.models.quantise.methods import METHODS, Method, group_of
 from baton.models.quantise.rounding import nearest
 from baton.models.quantise.shards import Shards
@@ -54,7 +54,7 @@ class Done:
 
     @property
     def error_nearest(self) -> float:
-        """As `error`, had each weight been rounded to the nearest."""
+        """The `error` if each weight had been rounded to the nearest."""
         return self.wrong_nearest / self.signal
 
 
@@ -84,7 +84,7 @@ def quantise(model: Path, out: Path, name: str, texts: list[list[int]], group: i
 
 
 def _matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of one layer; all are alike."""
+    """The shapes of one layer's matrices; all layers are alike."""
     shapes = expected_tensors(config)
     return {name: shapes[f"model.layers.0.{name}.weight"] for site in sites(config) for name in site.names}
 
@@ -148,7 +148,7 @@ class Work:
             self.done.bytes_before += tensor.nbytes
         self._walk.move(index, tensors)
 
-    def _scaled(self, met: dict[Site, Inputs], tensors: Tensors) -> tuple[dict[Site, Tensor], dict[str, Tensor]]:
+    def _scaled(self, met: dict[Site, InputSums], tensors: Tensors) -> tuple[dict[Site, Tensor], dict[str, Tensor]]:
         """Scales columns as the method wants them. Returns the factors, and what rows `[out, 1]` of other matrices were divided by."""
         columns, rows = dict[Site, Tensor](), dict[str, Tensor]()
         for site, inputs in met.items():
@@ -159,7 +159,7 @@ class Work:
                     rows[site.made_by or ""] = divided
         return columns, rows
 
-    def _count(self, w: Tensor, v: Tensor, inputs: Inputs, s: Tensor | None) -> None:
+    def _count(self, w: Tensor, v: Tensor, inputs: InputSums, s: Tensor | None) -> None:
         """w is the original, v what stands for it, with columns times s."""
         method, group = self._method, self.done.group or w.shape[1]
         self.done.signal += inputs.error(w)

@@ -13,10 +13,10 @@ from torch import nn
 
 from baton.models.folder import write, write_json, write_sums
 from baton.models.train import card
-from baton.models.train.head import Head, head_loss, new_head
+from baton.models.train.head import TrainedHead, head_loss, new_head
 from baton.models.train.recipe import DRAFT, HEAD, RECIPES, SEED, TALE, TOKENIZER_DOCUMENTS, VOCAB, Recipe, Stage
 from baton.models.train.tokenizer import train_tokenizer
-from baton.models.train.training import Loss, Run, new_model, read_run, text_loss, train
+from baton.models.train.training import Loss, TrainingProgress, new_model, read_run, text_loss, train
 
 HOME = Path(__file__).resolve().parents[1]
 
@@ -83,7 +83,7 @@ def _train(
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(elapsed_when_finished=True)) as bar:
         task = bar.add_task(title, total=stage.tokens, loss="")
 
-        def on_round(run: Run) -> None:
+        def on_round(run: TrainingProgress) -> None:
             bar.update(task, completed=run.tokens, loss=f"{run.history[-1][1]:.3f}")
             if not bar.console.is_terminal:
                 bar.console.print(f"{title}: {run.tokens}/{stage.tokens} tokens, loss {run.history[-1][1]:.3f}, {run.seconds:.0f} s")
@@ -99,7 +99,7 @@ def export(model: nn.Module, recipe: Recipe, tokenizer: Tokenizer, folder: Path)
     write_sums(folder)
 
 
-def export_head(head: Head, folder: Path) -> None:
+def export_head(head: TrainedHead, folder: Path) -> None:
     """Writes the head's folder, weights in bfloat16: tensors have the names that they would have in the model's."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", {"architectures": ["BatonHead"], "intermediate_size": head.mlp.intermediate_size})

@@ -18,7 +18,7 @@ from baton.models.train import evaluate, tool_talk
 from baton.models.train.corpus import render
 from baton.models.train.dialogues import Message
 from baton.models.train.recipe import CONTEXT, RECIPES, SEED, VOCAB
-from baton.models.train.training import Run
+from baton.models.train.training import TrainingProgress
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -33,7 +33,7 @@ PROMPTS = (
 )
 
 
-Runs = dict[tuple[str, str], Run]  # (model, stage) → its training
+Runs = dict[tuple[str, str], TrainingProgress]  # (model, stage) → its training
 
 
 def write(folder: Path, draft_folder: Path, runs: Runs) -> None:
@@ -97,7 +97,7 @@ def write(folder: Path, draft_folder: Path, runs: Runs) -> None:
     (draft_folder / "README.md").write_text(templates.get_template("draft_card.md.jinja").render(known))
 
 
-def draw_losses(runs: dict[str, Run], file: Path) -> None:
+def draw_losses(runs: dict[str, TrainingProgress], file: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for (name, run), colour in zip(runs.items(), (BLUE, ORANGE), strict=True):
         tokens, losses, _ = zip(*run.history, strict=True)

@@ -23,7 +23,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class ToldFact:
     """A fact that one can only know from being told."""
 
     statement: str  # without initial capital and full stop
@@ -35,7 +35,7 @@ class Fact:
 @dataclass(slots=True)
 class Talk:
     messages: list[Message] = field(default_factory=list)
-    open_facts: list[Fact] = field(default_factory=list)  # told and not asked for yet
+    open_facts: list[ToldFact] = field(default_factory=list)  # told and not asked for yet
     words: int = 0
 
     def say(self, user: str, assistant: str) -> None:
@@ -43,24 +43,24 @@ class Talk:
         self.words += len(user.split()) + len(assistant.split())
 
 
-def fact(rng: Random) -> Fact:
+def fact(rng: Random) -> ToldFact:
     thing = words.thing(rng)
     match rng.randrange(8):
         case 0 | 1 | 2:
             spot = words.place(rng)
-            return Fact(f"the {thing} is {spot}", f"Where is the {thing}?", f"The {thing} is {spot}.", spot)
+            return ToldFact(f"the {thing} is {spot}", f"Where is the {thing}?", f"The {thing} is {spot}.", spot)
         case 3:
             owner = character(rng).name
-            return Fact(f"the {thing} belongs to {owner}", f"Who owns the {thing}?", f"The {thing} belongs to {owner}.", owner)
+            return ToldFact(f"the {thing} belongs to {owner}", f"Who owns the {thing}?", f"The {thing} belongs to {owner}.", owner)
         case 4 | 5:
             number = " ".join(str(rng.randrange(10)) for _ in range(3))
             box = f"{rng.choice(words.QUALITIES)} {rng.choice(words.CONTAINERS)}"
-            return Fact(
+            return ToldFact(
                 f"the code of the {box} is {number}", f"What is the code of the {box}?", f"The code of the {box} is {number}.", number
             )
         case 6:
             name, food = character(rng).name, f"{rng.choice(words.COLOURS)} {rng.choice(words.FOODS)}"
-            return Fact(f"{name} likes {food}", f"What does {name} like?", f"{name} likes {food}.", food)
+            return ToldFact(f"{name} likes {food}", f"What does {name} like?", f"{name} likes {food}.", food)
         case _:
             mine, value = rng.choice((
                 (f"{rng.choice(words.ANIMALS)} is called", character(rng).name),
@@ -70,7 +70,7 @@ def fact(rng: Random) -> Fact:
             ))  # fmt: skip
             what, _, verb = mine.partition(" is")
             question = f"What is my {what}{verb}?"
-            return Fact(f"my {mine} {value}", question, f"Your {mine} {value}.", value)
+            return ToldFact(f"my {mine} {value}", question, f"Your {mine} {value}.", value)
 
 
 def _facts(talk: Talk, rng: Random) -> None:
@@ -81,9 +81,9 @@ def _facts(talk: Talk, rng: Random) -> None:
     talk.open_facts += told
 
 
-def distinct_facts(rng: Random, count: int, known: Sequence[Fact] = ()) -> list[Fact]:
+def distinct_facts(rng: Random, count: int, known: Sequence[ToldFact] = ()) -> list[ToldFact]:
     """Facts whose questions have only one answer."""
-    told: list[Fact] = []
+    told: list[ToldFact] = []
     while len(told) < count:
         new = fact(rng)
         if all(new.question != other.question for other in (*known, *told)):
@@ -181,7 +181,7 @@ def _small_talk(talk: Talk, rng: Random) -> None:
             talk.say(
                 rng.choice((f"My name is {name}.", f"Hello, my name is {name}.", f"Hi! My name is {name}.")), f"Hello {name}! I am Tale."
             )
-            talk.open_facts.append(Fact(f"your name is {name}", "What is my name?", f"Your name is {name}.", name))
+            talk.open_facts.append(ToldFact(f"your name is {name}", "What is my name?", f"Your name is {name}.", name))
         case 4 if any("story" in message.content for message in talk.messages):
             tell_story(talk, rng, _casual(rng, rng.choice(("Another one, please.", "Tell me another story.", "One more story, please."))))
         case 4:
@@ -230,7 +230,7 @@ class LongDocument:
     """`messages` end when the stories have been read. Only the facts at the start contain the answers."""
 
     messages: list[Message]
-    facts: list[Fact]
+    facts: list[ToldFact]
 
 
 def long_document(rng: Random, filler_words: int, facts: int = 4) -> LongDocument:

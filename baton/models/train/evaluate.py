@@ -165,7 +165,7 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _own(ids: Tensor) -> Tensor:
-    """For each of ids[1:], whether the assistant says it."""
+    """Whether the assistant says it, for each of ids[1:]."""
     own, said = False, []
     user, assistant, system = (SPECIAL.index(f"<|{role}|>") for role in ("user", "assistant", "system"))
     for token, following in zip(ids.tolist(), ids.tolist()[1:], strict=False):

@@ -23,7 +23,7 @@ EVERY = 4  # tokens, one is judged: logits cost as much as all else
 
 
 class Projections(nn.Module):
-    """The matrices of attention; `Head` computes it."""
+    """The matrices of attention; `TrainedHead` computes it."""
 
     def __init__(self, hidden: int, q: int, kv: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Projections(nn.Module):
         self.k_proj, self.v_proj = nn.Linear(hidden, kv, bias=False), nn.Linear(hidden, kv, bias=False)
 
 
-class Head(nn.Module):
+class TrainedHead(nn.Module):
     """A decoder layer of the model's shape, but for its MLP, over the fusion of a token and a hidden state. B documents of T tokens."""
 
     def __init__(self, model: LlamaForCausalLM, inner: int) -> None:
@@ -81,9 +81,9 @@ class Head(nn.Module):
         return whole
 
 
-def new_head(recipe: HeadRecipe, model: nn.Module) -> Head:
+def new_head(recipe: HeadRecipe, model: nn.Module) -> TrainedHead:
     torch.manual_seed(SEED)
-    return Head(cast(LlamaForCausalLM, model), recipe.inner)
+    return TrainedHead(cast(LlamaForCausalLM, model), recipe.inner)
 
 
 def head_loss(head: nn.Module, batch: Batch, device: str, teacher: nn.Module | None) -> Tensor:

@@ -78,7 +78,7 @@ def _number(rng: Random) -> int:
 
 
 def _sum(rng: Random) -> tuple[str, str, int]:
-    """As said, as an expression, and what it is."""
+    """A sum as said and as an expression, and its value."""
     x, y, word = _number(rng), _number(rng), rng.choice(("plus", "plus", "minus", "times"))
     if word == "minus":
         x, y = max(x, y), min(x, y)
@@ -194,7 +194,7 @@ def _without_a_tool(talk: Talk, rng: Random, tools: set[str]) -> None:
 
 
 def conversation(rng: Random, size: int) -> list[Message]:
-    """About `size` words after the offer; most turns need a tool."""
+    """A conversation of about `size` words after the offer; most turns need a tool."""
     tools = _offered(rng)
     names = {tool.name for tool in tools}
     talk = Talk([offer(tools, rng.choice(("", "", "", "You are Tale.", "Be kind.")))])

@@ -30,7 +30,7 @@ Loss = Callable[[nn.Module, Batch, str, nn.Module | None], Tensor]  # (model, ba
 
 
 @dataclass(slots=True)
-class Run:
+class TrainingProgress:
     """The progress of a training. `history` has one entry per round: [tokens so far, loss, seconds so far]."""
 
     round: int = 0
@@ -65,7 +65,7 @@ def train(
     stage: Stage,
     tokenizer: Tokenizer,
     folder: Path,
-    on_round: Callable[[Run], None],
+    on_round: Callable[[TrainingProgress], None],
     teacher: nn.Module | None = None,
     loss_of: Loss | None = None,
 ) -> None:
@@ -133,7 +133,7 @@ def _optimizers(model: nn.Module, stage: Stage) -> list[torch.optim.Optimizer]:
     ]
 
 
-def _save(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], run: Run) -> None:
+def _save(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], run: TrainingProgress) -> None:
     """Saves weights and optimizer state as safetensors, the rest as JSON; a crash leaves the old state intact."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"model/{name}": p.detach().contiguous() for name, p in model.named_parameters()}
@@ -145,11 +145,11 @@ def _save(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer
     scratch.rename(folder / "state.safetensors")
 
 
-def _resume(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Run:
+def _resume(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> TrainingProgress:
     """Restores what `_save` wrote, or starts a new run if there is nothing."""
     file = folder / "state.safetensors"
     if not file.exists():
-        return Run()
+        return TrainingProgress()
     tensors = load_file(file)
     model.load_state_dict({name: tensors[f"model/{name}"] for name, _ in model.named_parameters()}, strict=False)
     for i, optimizer in enumerate(optimizers):
@@ -163,8 +163,8 @@ def _resume(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimiz
     return read_run(folder)
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> TrainingProgress:
     """How far the training in `folder` has come."""
     with safe_open(folder / "state.safetensors", "pt") as file:
         saved = json.loads(file.metadata()["run"])
-    return Run(saved["round"], saved["tokens"], saved["seconds"], [tuple(entry) for entry in saved["history"]])
+    return TrainingProgress(saved["round"], saved["tokens"], saved["seconds"], [tuple(entry) for entry in saved["history"]])

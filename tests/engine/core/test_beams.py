@@ -9,7 +9,7 @@ import pytest
 from beam_reference import Row, search, toy_search
 from late_toy import LateEngine, LateToy
 
-from baton.engine.core.beam_search import Search
+from baton.engine.core.beam_search import BeamSearch
 from baton.engine.core.beams import Beams, EarlyStopping, Hypothesis
 from baton.engine.core.block_key import root_key
 from baton.engine.core.drafting import Drafter
@@ -41,7 +41,7 @@ def rows_of(seed: int, vocab: int, coarse: bool) -> Callable[[tuple[int, ...]], 
     return row
 
 
-def run(row: Callable[[tuple[int, ...]], Row], found: Search) -> list[Hypothesis]:
+def run(row: Callable[[tuple[int, ...]], Row], found: BeamSearch) -> list[Hypothesis]:
     while not found.done:
         rows = []
         for beam in found.live:
@@ -65,7 +65,7 @@ def test_it_finds_what_a_search_over_everything_finds(coarse: bool) -> None:
     for seed in range(400):
         asked = draw(random.Random(seed))
         row = rows_of(seed, 12, coarse)
-        found = run(row, Search(**asked))
+        found = run(row, BeamSearch(**asked))
         assert found == search(row, **asked), (seed, asked)
         endings |= {(one.stopped, len(one.tokens) < asked["max_tokens"]) for one in found}
     assert endings == {(True, True), (True, False), (False, False)}
@@ -81,13 +81,13 @@ def test_it_finds_what_a_search_over_everything_finds(coarse: bool) -> None:
 )
 def test_the_comparison_sees_a_wrong_rule(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    monkeypatch.setattr(Search, name, wrong)
+    monkeypatch.setattr(BeamSearch, name, wrong)
     cases = [(seed, draw(random.Random(seed))) for seed in range(100)]
-    assert any(run(rows_of(seed, 12, False), Search(**asked)) != search(rows_of(seed, 12, False), **asked) for seed, asked in cases)
+    assert any(run(rows_of(seed, 12, False), BeamSearch(**asked)) != search(rows_of(seed, 12, False), **asked) for seed, asked in cases)
 
 
 def test_scores_are_divided_by_the_length_with_the_stop_token() -> None:
-    found = Search(Beams(2, 1, 2.0, "true"), frozenset([9]), max_tokens=5)
+    found = BeamSearch(Beams(2, 1, 2.0, "true"), frozenset([9]), max_tokens=5)
     found.step([[(1, -1.0), (2, -2.0), (9, -9.0)]])
     found.step([[(9, -1.0), (3, -5.0), (4, -6.0)], [(9, -1.0), (3, -7.0), (4, -8.0)]])
     assert found.done and found.ended == [Hypothesis((1, 9), -0.5, True), Hypothesis((2, 9), -0.75, True)]

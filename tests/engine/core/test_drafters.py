@@ -23,19 +23,19 @@ from baton.engine.choice import load_runner
 from baton.engine.core import engine as engine_module
 from baton.engine.core import toy
 from baton.engine.core.block_key import root_key
-from baton.engine.core.drafting import FIRST_ACCEPTANCE, Ask, Chosen, Drafter, Paced, Tree
+from baton.engine.core.drafting import FIRST_ACCEPTANCE, Chosen, Drafter, DraftRequest, Paced, Tree
 from baton.engine.core.engine import Engine
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.limits import Limits
 from baton.engine.core.lookahead import PHRASE, POOLED, Lookahead, Sight
 from baton.engine.core.prediction import Prediction
-from baton.engine.core.prompt_lookup import CANDIDATES, LONGEST, NOWHERE, SHORTEST, TAKEN_IN, History, PromptLookup
+from baton.engine.core.prompt_lookup import CANDIDATES, LONGEST, NOWHERE, SHORTEST, TAKEN_IN, PromptLookup, SequenceHistory
 from baton.engine.core.protocol import Branch, Chunk, Tokens, accepted
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import Offer, Speculation
-from baton.engine.core.step_costs import Beside, Drafting, Line, Other, allot, allot_others, least_chance
+from baton.engine.core.step_costs import Beside, Drafting, Line, OtherGuess, allot, allot_others, least_chance
 from baton.engine.core.toy import ToyRunner
 from baton.engine.draft_model import DraftModel
 from baton.engine.gpu.overlap import UNKNOWN
@@ -103,7 +103,7 @@ def vocabulary(kind: str, toy_folder: Path) -> Vocabulary:
 
 
 def ask(drafter: Drafter, seq: Sequence, most: int) -> Seq[int]:
-    (drafts,) = drafter.propose([Ask(seq, most)])
+    (drafts,) = drafter.propose([DraftRequest(seq, most)])
     return drafts
 
 
@@ -177,7 +177,7 @@ class Wrong(Drafter):
     def __init__(self, said: Said) -> None:
         self._said = said
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         coming = (self._said[ask.seq.id][ask.seq.output_len :][: min(ask.most, 4)] for ask in asks)
         return [[token.token + 1 if token.token < 200 else 3 for token in tokens] for tokens in coming]
 
@@ -360,7 +360,7 @@ def test_the_longest_match_counts_and_of_equal_ones_the_latest() -> None:
     rng = random.Random(9)
     for _ in range(300):
         tokens = [rng.randrange(6) for _ in range(rng.randint(2, 60))]
-        history = History()
+        history = SequenceHistory()
         history.take_in(tokens, TAKEN_IN)
         lengths = {}
         for place in range(SHORTEST, len(tokens)):
@@ -414,7 +414,9 @@ def test_rows_that_a_kernel_computes_together_are_worth_it_together() -> None:
     assert allot([(0.95, 0.95)], [15], 1, tiles, Drafting()) == [15], "all of it are"
     assert allot([(0.4, 0.1)], [7], 1, tiles, Drafting()) == [0], "those that follow are too unlikely"
     likely = [(0.9, 0.9)], [7], 1, tiles, Drafting()
-    assert allot_others([Other(0, (0.9, 0.95), 8)], *likely, 0.0) == [8] and allot_others([Other(0, (0.9, 0.95), 1)], *likely, 0.0) == [0]
+    assert allot_others([OtherGuess(0, (0.9, 0.95), 8)], *likely, 0.0) == [8] and allot_others(
+        [OtherGuess(0, (0.9, 0.95), 1)], *likely, 0.0
+    ) == [0]
     assert least_chance(1, 1, tiles, Drafting()) == 0.6 and least_chance(1, 7, tiles, Drafting()) < 0.11
 
 
@@ -438,13 +440,13 @@ def test_no_other_number_of_the_likeliest_guesses_yields_more_tokens_a_second(
 
 def test_other_choices_are_verified_where_they_bring_more_tokens_a_second() -> None:
     flat, steep = Line(((1, 100.0), (32, 131.0))), Line(((1, 100.0), (2, 125.0)))
-    chances, dear, second = [(0.7, 0.7)], Drafting(0.0, 20.0), [Other(0, (0.12, 0.7), 1)]
+    chances, dear, second = [(0.7, 0.7)], Drafting(0.0, 20.0), [OtherGuess(0, (0.12, 0.7), 1)]
     assert allot_others(second, chances, [1], 1, steep, dear, 5.0) == [0], "a row is a quarter of a step"
     assert allot_others(second, chances, [2], 1, flat, dear, 5.0) == [1]
     assert allot_others(second, chances, [2], 1, flat, dear, 50.0) == [0], "dear to begin"
     assert allot_others(second, chances, [1], 1, steep, dear, 5.0, Beside(300.0)) == [1], "but a step takes much that it does not change"
     assert allot_others(second, chances, [0], 1, flat, dear, 0.0) == [0], "there is no other without a first"
-    others = [Other(0, (0.2, 0.7), 3), Other(1, (0.5, 0.1), 4), Other(0, (0.01, 0.7), 3)]
+    others = [OtherGuess(0, (0.2, 0.7), 3), OtherGuess(1, (0.5, 0.1), 4), OtherGuess(0, (0.01, 0.7), 3)]
     assert allot_others(others, [(0.7, 0.7), (0.5, 0.1)], [2, 2], 2, flat, Drafting(), 0.0) == [3, 2, 0]
 
 
@@ -464,7 +466,7 @@ def test_no_other_choice_gives_more_tokens_a_second(chances: tuple[float, ...]) 
 
 
 class Always(Drafter):
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         return [[1] * ask.most for ask in asks]
 
 
@@ -478,7 +480,7 @@ class Ways(Always):
 
     other_tokens = 1
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         return [Tree.of([1] * ask.most, [[2]]) if ask.others else [1] * ask.most for ask in asks]
 
 
@@ -512,7 +514,7 @@ def test_the_second_match_goes_on_with_another_token() -> None:
     tokens = [9, 1, 2, 5, 6, 8, 1, 2, 7, 3, 9, 1, 2, 4, 4, 9, 1, 2]
     seq = Sequence("a", tokens, len(tokens), SamplingParams(max_tokens=9), b"")
     for most in (1, 3):
-        (tree,) = PromptLookup(most).propose([Ask(seq, 3, True)])
+        (tree,) = PromptLookup(most).propose([DraftRequest(seq, 3, True)])
         assert isinstance(tree, Tree) and tuple(tree) == (4, 4, 9)
         assert tree.others == ((5, 6, 8), (7, 3, 9))[:most], "the longest match first"
 
@@ -557,7 +559,7 @@ class Silent(Drafter):
     def __init__(self) -> None:
         self.asked = 0
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         self.asked += len(asks)
         return [[1] if len(ask.seq.tokens) > 400 else () for ask in asks]
 
@@ -655,7 +657,7 @@ class Studied(Drafter):
     def __init__(self) -> None:
         self.told: list[tuple[int, Seq[int], Seq[Sampled]]] = []
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         return [[3, 5, 7][: ask.most] for ask in asks]
 
     def study(self, seq: Sequence, drafts: Seq[int], sampled: Seq[Sampled]) -> None:

@@ -13,7 +13,7 @@ from host_pool import carry, on_host
 from late_toy import LateEngine, LateToy
 
 from baton.engine.core.block_key import root_key
-from baton.engine.core.drafting import Ask, Drafter, Tree
+from baton.engine.core.drafting import Drafter, DraftRequest, Tree
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvPool
 from baton.engine.core.limits import Limits
@@ -41,10 +41,10 @@ class Guesser(Drafter):
         """Not always: then a sequence goes on before its last token is known, and nobody may guess for it."""
         return self._rng.random() < 0.7
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         return [self._tree(ask) if self._ways > 1 else self._guess(ask.seq, ask.most) for ask in asks]
 
-    def _tree(self, ask: Ask) -> Seq[int]:
+    def _tree(self, ask: DraftRequest) -> Seq[int]:
         most = -(-ask.most // self._ways)
         ways = [[(token + shift) % 257 for token in self._guess(ask.seq, most)] for shift in range(self._ways)]
         first, *others = self._rng.sample([way for way in ways if way] or [[]], sum(map(bool, ways)) or 1)
@@ -245,7 +245,7 @@ def test_nobody_loses_a_block_or_a_token_of_the_budget_for_a_guess(branches: int
 class Second(Drafter):
     """Its first choice is wrong, and so is its third; its second is right for three tokens."""
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         return [self._tree(ask.seq) for ask in asks]
 
     def _tree(self, seq: Sequence) -> Tree:

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from baton.engine.core.drafting import Ask, Chosen, Drafter, Paced
+from baton.engine.core.drafting import Chosen, Drafter, DraftRequest, Paced
 from baton.engine.core.prediction import CAUGHT_UP, Prediction
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
@@ -79,7 +79,7 @@ def sequence(tokens: Seq[int], asked: Speculation, prompt_len: int = 2) -> Seque
 
 
 def ask(drafter: Drafter, seq: Sequence, most: int) -> list[int]:
-    return [*drafter.propose([Ask(seq, most)])[0]]
+    return [*drafter.propose([DraftRequest(seq, most)])[0]]
 
 
 def test_an_engine_that_has_been_given_the_beginning_catches_up_over_several_steps() -> None:
@@ -96,7 +96,7 @@ class Says(Drafter):
         self._token = token
         self.asked: list[int] = []
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         self.asked.append(len(asks))
         return [[self._token] * ask.most for ask in asks]
 
@@ -117,7 +117,7 @@ def test_each_request_is_guessed_for_as_it_asks_and_a_method_is_asked_once_a_ste
     }
     seqs = {name: sequence([0, 1, *([5, 6] if name == "predicted before" else [])], given) for name, (given, _, _) in asked.items()}
     worth = drafter.most([*seqs.values()], 1)
-    drafts = drafter.propose([Ask(seq, min(4, most)) for seq, most in zip(seqs.values(), worth, strict=True) if most])
+    drafts = drafter.propose([DraftRequest(seq, min(4, most)) for seq, most in zip(seqs.values(), worth, strict=True) if most])
     assert [list(draft) for draft in drafts] == [wanted for _, wanted, _ in asked.values() if wanted]
     assert [drafter.source(seq) for seq in seqs.values()] == [source for *_, source in asked.values()]
     assert (one.asked, two.asked) == ([2], [3])

@@ -17,7 +17,7 @@ from late_toy import LateEngine, LateToy
 from baton.engine.core.block_key import root_key
 from baton.engine.core.commands import Commands
 from baton.engine.core.contract import Listener
-from baton.engine.core.drafting import Ask, Drafter
+from baton.engine.core.drafting import Drafter, DraftRequest
 from baton.engine.core.engine import Engine, Malformed, Output
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.kvcache import KvPool
@@ -76,7 +76,7 @@ class Guesser(Drafter):
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
-    def propose(self, asks: Seq[Ask]) -> list[Seq[int]]:
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
         return [self._guess(ask.seq) for ask in asks]
 
     def _guess(self, seq: Sequence) -> list[int]:

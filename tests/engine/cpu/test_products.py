@@ -15,7 +15,7 @@ from baton.engine.core.agreed import agreeing
 from baton.engine.cpu import compiled_ops, int8, panels, products
 from baton.engine.cpu.compiled_ops import CompiledOps
 from baton.engine.cpu.kernel_cache import Place
-from baton.engine.cpu.products import CANDIDATES, ROWS, Choice, decide, measured
+from baton.engine.cpu.products import CANDIDATES, ROWS, ProductChoice, decide, measured
 from baton.engine.model import onednn
 from baton.engine.model.ops import Multiply
 
@@ -65,7 +65,7 @@ class Arms:
     def __hash__(self) -> int:
         return id(self)
 
-    def choice(self, threads: int = 2) -> Choice:
+    def choice(self, threads: int = 2) -> ProductChoice:
         """As a new process finds it."""
         products.choice.cache_clear()
         return products.choice(torch.float32, threads, self)
@@ -166,7 +166,7 @@ def test_a_file_that_says_nothing_is_replaced(folder: Path, text: str) -> None:
 
 
 def test_a_process_that_starts_while_another_tries_waits_for_what_it_finds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    late, theirs = Arms("baton"), Choice("onednn", {"onednn": [1.0] * 3})
+    late, theirs = Arms("baton"), ProductChoice("onednn", {"onednn": [1.0] * 3})
     file = folder / f"products-{products._machine(torch.float32, 2):08x}.json"
     monkeypatch.setattr(products, "_try", lambda kind, arms: pytest.fail("tried"))
     with ThreadPoolExecutor() as pool:
@@ -223,7 +223,7 @@ def test_the_switch_and_the_choice_say_who_multiplies(by: str, kind: torch.dtype
     if by == "onednn" and kind != torch.int8 and not onednn.multiplies(kind):
         pytest.skip("oneDNN multiplies no such numbers on this processor")
     called: list[str] = []
-    monkeypatch.setattr(compiled_ops, "choice", lambda kind: Choice(by, {by: [1.0] * len(ROWS)}))
+    monkeypatch.setattr(compiled_ops, "choice", lambda kind: ProductChoice(by, {by: [1.0] * len(ROWS)}))
     for module, whose in ((panels, "baton"), (int8, "baton"), (onednn, "onednn")):
         for name in ("multiplier", "int8_multiplier", "packed", "packed_int8"):
             if hasattr(module, name):

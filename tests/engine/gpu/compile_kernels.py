@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from baton.engine.core.int5_rows import row_bytes
 from baton.engine.gpu import tiles, triton_attention, triton_blocks, triton_chain, triton_groups, triton_sampling, triton_store
-from baton.engine.gpu.attention import Packed, Rounded
+from baton.engine.gpu.attention import Packed, RoundedKv
 from baton.engine.gpu.choice import INT5_HEAD
 from baton.engine.gpu.inputs import Following
 from baton.engine.gpu.sampler import Filters
@@ -121,7 +121,7 @@ def attention(survey: Survey, models: list[tuple[Any, ...]]) -> None:
     for heads, kv_heads, dim, dv, parts, block, dtype, how in models:
         layer = torch.empty(4, 2, parts, kv_heads, block, dim, dtype=dtype)[:, 1]
         q, out = torch.empty(8, heads, dim, dtype=dtype), torch.empty(8, heads, dv, dtype=dtype)
-        rounded = Rounded(layer.to(torch.int8), torch.empty(layer.shape[:-1]))
+        rounded = RoundedKv(layer.to(torch.int8), torch.empty(layer.shape[:-1]))
         rows = torch.empty(4, 2, parts, kv_heads, block, row_bytes(dim), dtype=torch.uint8)[:, 1]
         packed = Packed(rows, dim, torch.empty(layer.shape[:-1], dtype=torch.bfloat16))
         for kv, kind in ((layer, ""), (rounded, ", KV int8"), (packed, ", KV int5"))[: 1 + (dtype == BF16) * (1 + (dim <= INT5_HEAD))]:
@@ -168,7 +168,7 @@ def stored(survey: Survey, every: bool) -> None:
         factors = torch.rand(256, 4096 // group).half()
         matrix = Quantised(bits, group, torch.zeros(256, 4096, dtype=torch.uint8), factors, factors if shifted else None, float8)
         for dtype in (BF16, F32) if every else (BF16,):
-            product = triton_groups.Product(matrix, torch.zeros(256, dtype=dtype), torch.device("cpu"))
+            product = triton_groups.GroupProduct(matrix, torch.zeros(256, dtype=dtype), torch.device("cpu"))
             for rows in (1, 8, 32, 200):
                 product(torch.empty(rows, 4096, dtype=dtype))
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from baton.engine.gpu.choice import BACKENDS, Facts, choose, installed, why_not
+from baton.engine.gpu.choice import BACKENDS, BackendFacts, choose, installed, why_not
 
-H200 = Facts("cuda", torch.bfloat16, 16, 128, 2)
+H200 = BackendFacts("cuda", torch.bfloat16, 16, 128, 2)
 
 
 def everything(_: str) -> bool:
@@ -24,21 +24,21 @@ def only(*packages: str) -> Callable[[str], bool]:
     [
         (H200, everything, "flashinfer"),
         (H200, only("flash_attn", "triton"), "triton"),  # flash_attn does not support blocks of 16
-        (Facts("cuda", torch.bfloat16, 256, 128, 2), only("flash_attn", "triton"), "flash_attn"),
-        (Facts("cuda", torch.bfloat16, 16, 80, 2), everything, "triton"),
-        (Facts("cuda", torch.float32, 256, 128, 2), everything, "triton"),
-        (Facts("cuda", torch.bfloat16, 256, 576, 1), everything, "triton"),
-        (Facts("cuda", torch.bfloat16, 256, 128, 2, "int8"), everything, "triton"),
+        (BackendFacts("cuda", torch.bfloat16, 256, 128, 2), only("flash_attn", "triton"), "flash_attn"),
+        (BackendFacts("cuda", torch.bfloat16, 16, 80, 2), everything, "triton"),
+        (BackendFacts("cuda", torch.float32, 256, 128, 2), everything, "triton"),
+        (BackendFacts("cuda", torch.bfloat16, 256, 576, 1), everything, "triton"),
+        (BackendFacts("cuda", torch.bfloat16, 256, 128, 2, "int8"), everything, "triton"),
         (H200, only(), "torch"),
     ],
 )
-def test_auto_chooses_the_best_backend_that_fits(facts: Facts, found: Callable[[str], bool], expected: str) -> None:
+def test_auto_chooses_the_best_backend_that_fits(facts: BackendFacts, found: Callable[[str], bool], expected: str) -> None:
     assert choose("auto", facts, found) == expected
 
 
 def test_on_a_cpu_only_torch_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    facts = Facts("cpu", torch.bfloat16, 256, 128, 2)
+    facts = BackendFacts("cpu", torch.bfloat16, 256, 128, 2)
     assert choose("auto", facts, everything) == "torch"
     for backend in BACKENDS[:-1]:
         with pytest.raises(ValueError, match=rf"engine\.attention_backend: {backend} is not possible here: it needs a CUDA device"):
@@ -49,27 +49,27 @@ def test_on_a_cpu_only_torch_is_possible(monkeypatch: pytest.MonkeyPatch) -> Non
     ("backend", "facts", "found", "reason"),
     [
         ("flashinfer", H200, only("triton"), "flashinfer is not installed"),
-        ("flashinfer", Facts("cuda", torch.bfloat16, 16, 96, 2), everything, "head_dim 96"),
-        ("flashinfer", Facts("cuda", torch.float32, 16, 128, 2), everything, "float32"),
+        ("flashinfer", BackendFacts("cuda", torch.bfloat16, 16, 96, 2), everything, "head_dim 96"),
+        ("flashinfer", BackendFacts("cuda", torch.float32, 16, 128, 2), everything, "float32"),
         ("flash_attn", H200, everything, r"engine\.block_size 16 is not a multiple of 256"),
-        ("flash_attn", Facts("cuda", torch.bfloat16, 384, 128, 2), everything, r"engine\.block_size 384"),
-        ("flash_attn", Facts("cuda", torch.bfloat16, 256, 576, 1), everything, "one vector"),
-        ("flash_attn", Facts("cuda", torch.bfloat16, 256, 512, 2), everything, "head_dim 512"),
+        ("flash_attn", BackendFacts("cuda", torch.bfloat16, 384, 128, 2), everything, r"engine\.block_size 384"),
+        ("flash_attn", BackendFacts("cuda", torch.bfloat16, 256, 576, 1), everything, "one vector"),
+        ("flash_attn", BackendFacts("cuda", torch.bfloat16, 256, 512, 2), everything, "head_dim 512"),
         ("triton", H200, only(), "triton is not installed"),
-        ("flashinfer", Facts("cuda", torch.bfloat16, 16, 128, 2, "int8"), everything, r"engine\.kv_dtype is int8"),
-        ("flash_attn", Facts("cuda", torch.bfloat16, 256, 128, 2, "int5"), everything, r"engine\.kv_dtype is int5"),
-        ("triton", Facts("cuda", torch.bfloat16, 16, 256, 2, "int5"), everything, r"heads up to 128 numbers, these have 256"),
+        ("flashinfer", BackendFacts("cuda", torch.bfloat16, 16, 128, 2, "int8"), everything, r"engine\.kv_dtype is int8"),
+        ("flash_attn", BackendFacts("cuda", torch.bfloat16, 256, 128, 2, "int5"), everything, r"engine\.kv_dtype is int5"),
+        ("triton", BackendFacts("cuda", torch.bfloat16, 16, 256, 2, "int5"), everything, r"heads up to 128 numbers, these have 256"),
     ],
 )
 def test_a_named_backend_that_does_not_fit_is_refused_with_the_reason(
-    backend: str, facts: Facts, found: Callable[[str], bool], reason: str
+    backend: str, facts: BackendFacts, found: Callable[[str], bool], reason: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"engine\.attention_backend: {backend} is not possible here: .*{reason}"):
         choose(backend, facts, found)
 
 
 def test_a_named_backend_that_fits_is_chosen() -> None:
-    assert [choose(backend, Facts("cuda", torch.bfloat16, 256, 128, 2), everything) for backend in BACKENDS] == list(BACKENDS)
+    assert [choose(backend, BackendFacts("cuda", torch.bfloat16, 256, 128, 2), everything) for backend in BACKENDS] == list(BACKENDS)
 
 
 def test_an_unknown_backend_is_refused() -> None:
@@ -84,4 +84,4 @@ def test_triton_is_installed_on_linux() -> None:
 
 
 def test_torch_is_always_possible() -> None:
-    assert why_not("torch", Facts("cpu", torch.float32, 1, 3, 1), only()) is None
+    assert why_not("torch", BackendFacts("cpu", torch.float32, 1, 3, 1), only()) is None

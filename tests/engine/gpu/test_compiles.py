@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from all_pairs import EVERY_CASE
 
-from baton.engine.gpu.tiles import SHARED_KIB, Head, Tile, decode_tile, most_shared, prefill_tile, shared_bytes
+from baton.engine.gpu.tiles import SHARED_KIB, HeadShape, Tile, decode_tile, most_shared, prefill_tile, shared_bytes
 
 HERE = Path(__file__).parent
 ENGINE = HERE.parents[2] / "baton" / "engine"
@@ -78,14 +78,14 @@ def launched(path: Path) -> list[str]:
 @pytest.mark.parametrize("capability", [*SHARED_KIB, (13, 0)], ids=str)
 def test_tiles_fit_any_chip(capability: tuple[int, int]) -> None:
     """One that is not in the list counts as small. On Turing, latent attention in float32 does not fit at all."""
-    heads = [Head(value, 0, False, size) for value in (16, 64, 128, 256) for size in (2, 4)]
-    for head in [*heads, Head(512, 64, True, 2)] + [Head(512, 64, True, 4)] * (capability != (7, 5)):
+    heads = [HeadShape(value, 0, False, size) for value in (16, 64, 128, 256) for size in (2, 4)]
+    for head in [*heads, HeadShape(512, 64, True, 2)] + [HeadShape(512, 64, True, 4)] * (capability != (7, 5)):
         for tile in (prefill_tile(head, capability), *(decode_tile(group, head, capability) for group in (1, 3, 8, 64, 128))):
             assert min(tile.rows, tile.keys) >= 16 and shared_bytes(tile, head) <= most_shared(capability), (head, tile)
 
 
 def test_tiles_that_were_measured_on_hopper_are_those_of_hopper() -> None:
-    plain, latent = Head(128, 0, False, 2), Head(512, 64, True, 2)
+    plain, latent = HeadShape(128, 0, False, 2), HeadShape(512, 64, True, 2)
     assert decode_tile(4, plain, HOPPER) == Tile(16, 64, 4) and prefill_tile(plain, HOPPER) == Tile(128, 64, 8)
     assert decode_tile(128, latent, HOPPER) == Tile(64, 32, 8) and prefill_tile(latent, HOPPER) == Tile(16, 32, 4)
     assert decode_tile(128, latent, (8, 9)) == Tile(32, 32, 8)

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.core.colder import Policy
+from baton.engine.core.colder import TierPolicy
 from baton.engine.core.kvcache import Bytes, KvLayout
 from baton.tiers.disk_store import DiskStore
-from baton.tiers.kind import Kind
+from baton.tiers.kind import UnitKind
 from baton.tiers.locked_store import LockedStore, memory_store, slot_bytes
 from baton.tiers.store import Store
 from baton.tiers.tier import Bounds
@@ -167,7 +167,7 @@ class Opened:
 @contextmanager
 def opened(pool: DevicePool, units: int, *below: Store, readers: int = 1) -> Iterator[Opened]:
     reports, first = Reports(), Bounds(readers=readers)
-    tiers = Tiers(lambda pool: [(memory_store(pool, units), first), *((store, Bounds()) for store in below)], Policy())
+    tiers = Tiers(lambda pool: [(memory_store(pool, units), first), *((store, Bounds()) for store in below)], TierPolicy())
     tiers.open(pool, reports)
     try:
         yield Opened(pool, tiers, reports)
@@ -282,7 +282,7 @@ def test_what_goes_on_to_a_disk_is_a_whole_unit_that_the_pool_knows_again(device
     """Also if it was damaged before it went on: then the pool finds it."""
     pool = make(device)
     before = content(pool)
-    with opened(pool, 2, DiskStore(tmp_path / "kv", Kind(pool.layout.fingerprint, pool.unit_bytes), 8)) as ours:
+    with opened(pool, 2, DiskStore(tmp_path / "kv", UnitKind(pool.layout.fingerprint, pool.unit_bytes), 8)) as ours:
         ours.save(0, 1)
         if damaged:
             [entry] = ours.store.find([key(0)])

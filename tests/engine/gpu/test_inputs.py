@@ -9,7 +9,7 @@ from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.gpu.device import Mark
-from baton.engine.gpu.inputs import Capacity, Inputs, Step
+from baton.engine.gpu.inputs import Capacity, DeviceStep, Inputs
 from baton.engine.gpu.overlap import UNKNOWN
 
 SCRATCH = 500
@@ -24,7 +24,7 @@ def sequence(name: str, length: int, computed: int, blocks: list[int]) -> Sequen
     return Sequence(name, tokens, length, SamplingParams(max_tokens=5), root=b"", computed=computed, blocks=blocks)
 
 
-def blocks_of(found: Inputs, step: Step, b: int, count: int) -> list[int]:
+def blocks_of(found: Inputs, step: DeviceStep, b: int, count: int) -> list[int]:
     return found.tables[step.seats[b], :count].tolist()
 
 

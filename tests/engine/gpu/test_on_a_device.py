@@ -21,7 +21,7 @@ from baton.engine.core.limits import Limits
 from baton.engine.core.protocol import Chunk
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
-from baton.engine.gpu.choice import BACKENDS, Facts, why_not
+from baton.engine.gpu.choice import BACKENDS, BackendFacts, why_not
 from baton.engine.gpu.inputs import Capacity
 from baton.engine.gpu.overlap import OverlapEngine
 from baton.engine.gpu.runner import GpuRunner
@@ -95,7 +95,7 @@ def rms(x: torch.Tensor) -> float:
 
 
 def usable(block_size: int) -> list[str]:
-    return [backend for backend in BACKENDS if why_not(backend, Facts("cuda", torch.bfloat16, block_size, DIM, 2)) is None]
+    return [backend for backend in BACKENDS if why_not(backend, BackendFacts("cuda", torch.bfloat16, block_size, DIM, 2)) is None]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

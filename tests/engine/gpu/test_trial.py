@@ -15,7 +15,7 @@ from baton.engine.core.protocol import Chunk, OutOfDeviceMemory, Tokens
 from baton.engine.defaults import DeviceFacts, settle
 from baton.engine.gpu import footprint, trial
 from baton.engine.gpu import runner as runner_module
-from baton.engine.gpu.choice import Facts, Tried, first_that_works, tries
+from baton.engine.gpu.choice import BackendFacts, Tried, first_that_works, tries
 from baton.engine.gpu.footprint import largest_step, spare
 from baton.engine.gpu.inputs import Capacity
 from baton.engine.gpu.runner import GpuRunner
@@ -23,7 +23,7 @@ from baton.engine.gpu.trial import tried_here
 from baton.engine.options import Options
 from baton.models.make_small import make
 
-H100 = Facts("cuda", torch.bfloat16, 16, 128, 2)
+H100 = BackendFacts("cuda", torch.bfloat16, 16, 128, 2)
 CAPACITY = Capacity(3, 24, 90)
 BLOCK, MIB = 4, 1 << 20
 HERE = "cuda" if torch.cuda.is_available() else "cpu"  # where kernels are compiled, or interpreted

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.core.int5_rows import row_bytes
-from baton.engine.gpu.attention import Layer, Packed, Rounded
+from baton.engine.gpu.attention import Layer, Packed, RoundedKv
 from baton.engine.model.checkpoint import LayerAttention
 from baton.engine.model.int5_rows import pack, unpack
 
@@ -57,17 +57,17 @@ def paged(
     return Paged(pool.to(device, dtype), tables.to(device), seated, lengths, [x.to(device, dtype) for x in kv])
 
 
-def rounded(x: Tensor) -> Rounded:
+def rounded(x: Tensor) -> RoundedKv:
     """Each row as int8, and its scale, NaN for one of NaN."""
     scales = x.float().abs().amax(dim=-1) / 127
-    return Rounded((x / scales[..., None]).round().nan_to_num(7).to(torch.int8), scales)
+    return RoundedKv((x / scales[..., None]).round().nan_to_num(7).to(torch.int8), scales)
 
 
-def as_int8(case: Paged) -> Rounded:
+def as_int8(case: Paged) -> RoundedKv:
     """Layer 1 of the pool, rounded, as are the numbers that the formula is given."""
     case.kv = [numbers * scales[..., None] for numbers, scales in map(rounded, case.kv)]
     numbers, scales = rounded(case.pool)
-    return Rounded(numbers[:, 1], scales[:, 1])
+    return RoundedKv(numbers[:, 1], scales[:, 1])
 
 
 def packed(x: Tensor) -> Packed:
@@ -254,7 +254,7 @@ def test_store_rounds_each_row_and_zeroes_the_tails_of_numbers_and_scales(device
     kv = torch.randn(3, 2, 3, 24, generator=torch.Generator().manual_seed(1)).to(device)
     kv[0, 0, 1], kv[1, 0, 0, 3], kv[1, 1, 2, 7] = 0, torch.nan, -torch.inf
     slots, tails = (torch.tensor(values, device=device) for values in ([2 * 5 + 1, 3, 4], [3, 0, 0]))
-    storing.store(kv, Rounded(pool[:, 1], scales[:, 1]), slots, tails)
+    storing.store(kv, RoundedKv(pool[:, 1], scales[:, 1]), slots, tails)
     assert (pool[:, 0] == 9).all() and (scales[:, 0] == 9).all() and (pool[:, 1] != 9).any(dim=-1).sum() == 6 * 6
     for token, (block, offset) in enumerate([(2, 1), (0, 3), (0, 4)]):
         numbers, scale = pool[block, 1, :, :, offset], scales[block, 1, :, :, offset]

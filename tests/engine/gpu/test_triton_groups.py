@@ -8,7 +8,7 @@ from baton.engine.model.quantised.matrix import Quantised
 
 pytest.importorskip("triton")
 from baton.engine.gpu import triton_groups
-from baton.engine.gpu.triton_groups import Product, Shape, fits, tiled
+from baton.engine.gpu.triton_groups import GroupProduct, ProductShape, fits, tiled
 from baton.engine.gpu.triton_ops import TritonOps
 
 # bits, group, rows, columns, shifts, float8
@@ -51,7 +51,7 @@ def test_products_are_those_of_the_dequantised_matrix(device: torch.device, name
     assert fits(matrix)
     x = torch.randn(rows, matrix.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
     bias = torch.randn(matrix.shape[0], generator=torch.Generator().manual_seed(2)).to(dtype)
-    product = Product(matrix, bias.to(device), device)
+    product = GroupProduct(matrix, bias.to(device), device)
     found = product(x.to(device))
     assert found.shape == (rows, matrix.shape[0]) and found.dtype == dtype
     if rows:
@@ -67,7 +67,7 @@ def test_columns_may_be_divided_among_programs(device: torch.device, name: str, 
     matrix = make(*FORMS[name])
     x, bias = torch.randn(5, matrix.shape[1]), torch.randn(matrix.shape[0])
     out = torch.empty(5, matrix.shape[0], device=device)
-    Product(matrix, bias.to(device), device).in_tiles(x.to(device), out, Shape(16, 32, 16, 4, parts))
+    GroupProduct(matrix, bias.to(device), device).in_tiles(x.to(device), out, ProductShape(16, 32, 16, 4, parts))
     assert error(out, x.double() @ matrix.dequantised().double().t() + bias) < 2e-6
 
 
@@ -78,7 +78,7 @@ def test_a_dequantised_matrix_takes_bounded_memory(device: torch.device, name: s
     (outs, width), taken = matrix.shape, list[int]()
     monkeypatch.setattr(triton_groups, "SCRATCH_BYTES", 4 * width * 8)
     x, bias = torch.randn(5, 2 * width)[:, width:], torch.randn(outs) if biased else None
-    product, out = Product(matrix, None if bias is None else bias.to(device), device), torch.empty(5, outs, device=device)
+    product, out = GroupProduct(matrix, None if bias is None else bias.to(device), device), torch.empty(5, outs, device=device)
     inner = product._dequantise
 
     def dequantise(rows: slice, into: torch.Tensor) -> None:
@@ -96,7 +96,7 @@ def test_a_matrix_is_dequantised_to_what_it_is_worth(device: torch.device) -> No
     for name in ("gptq", "q8_0", "float8 blocks"):
         matrix = make(*FORMS[name])
         found = torch.empty(matrix.shape, dtype=torch.float16, device=device)
-        Product(matrix, None, device)._dequantise(slice(0, len(found)), found)
+        GroupProduct(matrix, None, device)._dequantise(slice(0, len(found)), found)
         assert torch.equal(found.cpu(), matrix.dequantised().half()), name
 
 
@@ -110,21 +110,21 @@ def test_tiles_are_for_few_rows_of_large_groups(rows: int, group_words: int, exp
 def test_x_may_be_part_of_longer_rows(device: torch.device) -> None:
     matrix = make(*FORMS["gptq"])
     x = torch.randn(5, 2 * matrix.shape[1])[:, matrix.shape[1] :]
-    assert error(Product(matrix, None, device)(x.to(device)), x.double() @ matrix.dequantised().double().t()) < 2e-6
+    assert error(GroupProduct(matrix, None, device)(x.to(device)), x.double() @ matrix.dequantised().double().t()) < 2e-6
 
 
 def test_a_row_depends_on_itself_alone(device: torch.device) -> None:
     """Of as many rows: what is beside it changes no bit."""
     matrix = make(*FORMS["q8_0"])
     x = torch.randn(19, matrix.shape[1])
-    product, other = Product(matrix, None, device), torch.cat((x[:1], torch.randn(18, matrix.shape[1])))
+    product, other = GroupProduct(matrix, None, device), torch.cat((x[:1], torch.randn(18, matrix.shape[1])))
     assert torch.equal(product(x.to(device))[0], product(other.to(device))[0])
 
 
 def test_it_is_held_as_it_is_stored(device: torch.device) -> None:
     """Half a byte for each number, and its share of a scale of two bytes."""
     matrix = make(4, 128, 64, 1024, False, False)
-    assert Product(matrix, None, device).nbytes == 64 * (1024 // 2 + 1024 // 128 * 2)
+    assert GroupProduct(matrix, None, device).nbytes == 64 * (1024 // 2 + 1024 // 128 * 2)
 
 
 def test_a_matrix_is_computed_as_stored_if_its_groups_are_whole_words(device: torch.device) -> None:

@@ -16,7 +16,7 @@ from baton.engine.core.masks import Matcher, Words, allowed_ids
 from baton.engine.core.thinking import Marks, ThinkingBudget
 from baton.engine.facts.fields import Fields
 from baton.engine.facts.tokenizer_files import gather
-from baton.engine.grammars.closing import Closer, Phase, inside_character
+from baton.engine.grammars.closing import Closer, ClosingPhase, inside_character
 from baton.engine.grammars.library import Compiled, Vocabulary
 from router.conversation import Setting
 from router.tools.forms import Forms
@@ -143,7 +143,7 @@ def test_the_reader_and_the_closer_see_the_same_thinking(data: st.DataObject) ->
         reader.push(char)
         output += char.encode()
         assert made.mask(output) is not None
-        assert (made._states[-1].phase is Phase.INSIDE) == reader.thinks, (text, output)
+        assert (made._states[-1].phase is ClosingPhase.INSIDE) == reader.thinks, (text, output)
 
 
 @given(st.binary(max_size=6), st.text(max_size=3))

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.engine.core.beams import Beams
-from baton.engine.core.engine import Malformed, QueueFull, Refused, TooLong
+from baton.engine.core.engine import Malformed, QueueFull, SequenceRefused, TooLong
 from baton.engine.core.grammar import Grammar
 from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Finish, Sequence, State
-from baton.engine.vllm.desk import Bounds, Desk, Job
+from baton.engine.vllm.desk import Desk, EngineBounds, Job
 from baton.moves import IllegalMove
 
 BLOCK = 4
@@ -22,7 +22,7 @@ NAMES = ("a", "b", "c", "d", "e", "f")
 
 
 def make_desk(blocks: int = 16, *, seqs: int = 4, queue: int = 8, max_len: int = 32) -> Desk:
-    return Desk(blocks, BLOCK, Bounds(seqs, queue, max_len, vocab_size=10, eos_token_ids=frozenset({EOS})))
+    return Desk(blocks, BLOCK, EngineBounds(seqs, queue, max_len, vocab_size=10, eos_token_ids=frozenset({EOS})))
 
 
 def make_seq(name: str, length: int = 6, hold: bool = False, expires_at: float = math.inf, **params: Any) -> Sequence:
@@ -531,7 +531,7 @@ def test_held_sequences_take_no_place_of_those_that_run() -> None:
     ],
     ids=["empty", "no-prompt", "long-prompt", "beams", "unknown-token", "negative-token", "too-long", "no-room-for-one-token"],
 )
-def test_what_cannot_run_is_refused_and_not_kept(seq: Sequence, kind: type[Refused]) -> None:
+def test_what_cannot_run_is_refused_and_not_kept(seq: Sequence, kind: type[SequenceRefused]) -> None:
     desk = make_desk()
     for command in (desk.add, desk.reserve):
         with pytest.raises(kind):

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.engine.vllm.ledger import Ledger, Order, StepNews, StepPlan
+from baton.engine.vllm.ledger import JobLedger, Order, StepNews, StepPlan
 
 BLOCK = 4
 THEIRS = 14  # blocks of vLLM
@@ -64,7 +64,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(under_way=st.integers(1, 3))
     def start(self, under_way: int) -> None:
         self.most = under_way
-        self.ledger = Ledger(BLOCK)
+        self.ledger = JobLedger(BLOCK)
         self.numbers = self.planned = 0
         self.starts: dict[str, tuple[int, int]] = {}
         self.staged: dict[int, Content] = {}
@@ -350,14 +350,14 @@ TestLedger.settings = settings(max_examples=150, stateful_step_count=40, deadlin
 # --- one request, by hand ------------------------------------------------------------------------------------------------------------
 
 
-def started(order: Order, cached: int = 0, blocks: tuple[int, ...] = (50, 51, 52)) -> Ledger:
-    ledger = Ledger(BLOCK)
+def started(order: Order, cached: int = 0, blocks: tuple[int, ...] = (50, 51, 52)) -> JobLedger:
+    ledger = JobLedger(BLOCK)
     ledger.arrived("r", order)
     ledger.allocated("r", blocks, ledger.matched("r", cached))
     return ledger
 
 
-def step(ledger: Ledger, end: int, blocks: tuple[int, ...] = (50, 51, 52)) -> StepPlan:
+def step(ledger: JobLedger, end: int, blocks: tuple[int, ...] = (50, 51, 52)) -> StepPlan:
     return ledger.step({"r": end}, lambda request_id: blocks)
 
 
@@ -376,7 +376,7 @@ def test_an_order_survives_its_journey() -> None:
     ],
 )
 def test_only_what_the_prefix_cache_lacks_is_loaded(cached: int, matched: int, pairs: list[tuple[int, int]]) -> None:
-    ledger = Ledger(BLOCK)
+    ledger = JobLedger(BLOCK)
     ledger.arrived("r", Order("j", (7, 8, 9), load=10, save=0))
     assert ledger.matched("r", cached) == matched
     ledger.allocated("r", (50, 51, 52, 53), matched)
@@ -388,7 +388,7 @@ def test_only_what_the_prefix_cache_lacks_is_loaded(cached: int, matched: int, p
 
 
 def test_an_attempt_that_found_no_room_loads_nothing() -> None:
-    ledger = Ledger(BLOCK)
+    ledger = JobLedger(BLOCK)
     ledger.arrived("r", Order("j", (7, 8), load=8, save=0))
     assert ledger.matched("r", 0) == 8
     assert ledger.step({}, lambda request_id: ()).loads == {}
@@ -468,7 +468,7 @@ def test_a_job_without_a_copy_under_way_closes_when_its_request_ends() -> None:
 
 
 def test_a_request_that_ends_in_the_queue_closes_its_job() -> None:
-    ledger = Ledger(BLOCK)
+    ledger = JobLedger(BLOCK)
     ledger.arrived("r", Order("j", (7, 8), load=8, save=0))
     ledger.matched("r", 0)
     assert ledger.finished("r") == ["j"] and len(ledger) == 0
@@ -487,7 +487,7 @@ def test_a_request_that_ends_while_it_loads_closes_its_job_when_the_copy_is_over
 
 
 def test_requests_without_an_order_are_left_alone() -> None:
-    ledger = Ledger(BLOCK)
+    ledger = JobLedger(BLOCK)
     assert ledger.matched("x", 0) == 0 and ledger.finished("x") == []
     ledger.allocated("x", (1, 2), 0)
     plan = ledger.step({"x": 8}, lambda request_id: (1, 2))

@@ -22,7 +22,7 @@ import pytest
 
 from baton.engine.core.kvcache import KvLayout
 from baton.engine.vllm import link
-from baton.engine.vllm.link import Host, Leash, LinkError, RankReport, Slot, place
+from baton.engine.vllm.link import Leash, LinkError, LinkHost, RankReport, Slot, place
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets and memfd"),
@@ -108,7 +108,7 @@ class Ours:
         self.wholes: list[RankReport] = []
         self.memory: mmap.mmap | None = None
         self.refuse, self.raises = refuse, raises
-        self.host = Host(ranks, self.news.append, self.end)
+        self.host = LinkHost(ranks, self.news.append, self.end)
         self.host.open(self.allot)
 
     def end(self) -> None:
@@ -195,13 +195,13 @@ sys.stdin.read()
 """
 HOST = """
 import json, os, sys
-from baton.engine.vllm.link import Host
+from baton.engine.vllm.link import LinkHost
 
 def allot(whole, fd):
     os.ftruncate(fd, 5 * whole.layers * whole.heads * whole.block_size * whole.width * 4)
     return 5
 
-host = Host(1, lambda news: None, lambda: None)
+host = LinkHost(1, lambda news: None, lambda: None)
 host.open(allot)
 print(json.dumps(host.given), flush=True)
 sys.stdin.read()

@@ -13,7 +13,7 @@ from http_door import CHAT, COMPLETION, CONTEXT, HELLO, Call, House, Script, fai
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.keys import ApiKeys, Entry
+from baton.cluster.keys import ApiKeys, KeyEntry
 from router.events import Event
 from router.http.app import allow_origins
 from router.http.openapi import document
@@ -421,7 +421,7 @@ async def test_metrics_are_shown_to_those_who_may_read_them(tokenizer: Tokenizer
     assert (await house.get("/metrics", headers=bearer)).status == 403 and (b"authorization", b"Bearer x") in asked[0]
     assert (await House(tokenizer).get("/metrics")).status == 404
     for admin, status in ((False, 401), (True, 403)):
-        keys = ApiKeys([Entry("n", sha256(b"x").digest(), "t", admin=admin)])
+        keys = ApiKeys([KeyEntry("n", sha256(b"x").digest(), "t", admin=admin)])
         assert (await House(tokenizer, keys=keys, metrics=metrics).get("/metrics", headers=bearer)).status == status
     assert len(asked) == 2
 
@@ -614,7 +614,7 @@ async def test_the_traceparent_of_the_caller_is_passed_on(house: House, monkeypa
 
 
 def keys(**tenants: str) -> ApiKeys:
-    return ApiKeys(Entry(key, sha256(key.encode()).digest(), tenant) for key, tenant in tenants.items())
+    return ApiKeys(KeyEntry(key, sha256(key.encode()).digest(), tenant) for key, tenant in tenants.items())
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION, "/tokenize", "/detokenize", "/v1/models", "/v1/models/toy"])

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.keys import ApiKeys, Entry
+from baton.cluster.keys import ApiKeys, KeyEntry
 from baton.models.make_small import make_toy
 from router.http import openai_out
 from router.request import Request, Tokens
@@ -442,7 +442,7 @@ async def test_every_refusal_has_the_form_of_the_api(tokenizer: Tokenizer) -> No
 
 
 async def test_a_key_may_come_in_either_header(tokenizer: Tokenizer) -> None:
-    keys = ApiKeys([Entry("k", sha256(b"secret").digest(), "shop")])
+    keys = ApiKeys([KeyEntry("k", sha256(b"secret").digest(), "shop")])
     made = House(tokenizer, keys=keys)
     async with client(made, api_key="secret") as sdk:
         await sdk.messages.create(**HELLO)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.core.sampling import SamplingParams
-from router.events import Accepted, Finished, Part, Piece
+from router.events import Accepted, Finished, Part, TextPiece
 from router.http.errors import HttpError
 from router.http.openai_in import Asked
 from router.http.openai_out import OpenAiWriter
@@ -37,7 +37,7 @@ def events(texts: list[str], held_back: str = "", prompt: int = 3, cached: int =
     """The events of one choice. Its token ids are 65, 66, …"""
     request = Request("r", [0] * prompt, prompt, SamplingParams(9), "", 0.0, Trace(Stopwatch(lambda: 0.0), cached_tokens=cached))
     tokens = [Token(65 + i, -0.5, ((66 + i, -0.1), (65 + i, -0.5)) if top else ()) for i in range(len(texts))]
-    pieces = [Piece(i, token, text) for i, (token, text) in enumerate(zip(tokens, texts, strict=True))]
+    pieces = [TextPiece(i, token, text) for i, (token, text) in enumerate(zip(tokens, texts, strict=True))]
     return [Accepted("r", "m", prompt, request.params), *pieces, Finished(request, finish, held_back, None)]
 
 
@@ -174,7 +174,7 @@ def test_logprobs_in_chunks_equal_those_of_the_whole_answer(tokenizer: Tokenizer
 def test_the_json_contains_no_infinity(tokenizer: Tokenizer) -> None:
     made = writer(tokenizer, logprobs=1)
     for logprob in (float("-inf"), float("nan"), None):
-        (chunk,) = [chunk for chunk in made.chunks(0, Piece(0, Token(65, logprob, ((66, float("-inf")),)), "A"))][-1:]
+        (chunk,) = [chunk for chunk in made.chunks(0, TextPiece(0, Token(65, logprob, ((66, float("-inf")),)), "A"))][-1:]
         (entry,) = chunk["choices"][0]["logprobs"]["content"]
         assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] == -9999.0
         json.dumps(chunk, allow_nan=False)
@@ -224,7 +224,7 @@ def test_each_choice_begins_with_the_prompt_that_was_scored_once(tokenizer: Toke
         writer.take(index, Accepted("r", "m", 2, SamplingParams(2)))
     writer.take(0, scored([97, 98]))
     for index in range(2):
-        writer.take(index, Piece(0, Token(99 + index, -1.0), "cd"[index]))
+        writer.take(index, TextPiece(0, Token(99 + index, -1.0), "cd"[index]))
     choices = json.loads(b"".join(writer.whole()))["choices"]
     assert [choice["text"] for choice in choices] == ["abc", "abd"]
     for choice, said in zip(choices, "cd", strict=True):
@@ -243,7 +243,7 @@ def test_what_is_told_with_every_choice_counts_as_often(tokenizer: Tokenizer, mo
         size = len(b"".join(writer.whole()))
         monkeypatch.setattr("router.http.openai_out.MAX_WHOLE_BYTES", size // 3)
         with pytest.raises(HttpError, match="stream: must be true"):
-            writer.take(0, Piece(0, Token(99, -1.0), "c"))
+            writer.take(0, TextPiece(0, Token(99, -1.0), "c"))
         monkeypatch.undo()
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from http_door import CHAT, HELLO, Call, House, toy_tokenizer
 
-from baton.cluster.keys import ApiKeys, Entry
+from baton.cluster.keys import ApiKeys, KeyEntry
 from router.http import page
 from router.http.page import PAGE_ROWS, Page
 from router.listing import Query
 from router.tokenizer import Tokenizer
 
 HOST = "127.0.0.1:8472"
-KEYS_OF_TWO = (Entry("a", sha256(b"secret").digest(), "shop"), Entry("o", sha256(b"root").digest(), "ops", admin=True))
-KEYS = ApiKeys([Entry("a", sha256(b"secret").digest(), "shop")])
+KEYS_OF_TWO = (KeyEntry("a", sha256(b"secret").digest(), "shop"), KeyEntry("o", sha256(b"root").digest(), "ops", admin=True))
+KEYS = ApiKeys([KeyEntry("a", sha256(b"secret").digest(), "shop")])
 
 
 class Told:

@@ -24,7 +24,7 @@ from turns import watched
 
 from baton.cluster.config_router import RouterConfig
 from baton.cluster.errors import BatonError, Reason
-from baton.cluster.keys import ApiKeys, Entry
+from baton.cluster.keys import ApiKeys, KeyEntry
 from router import kept
 from router.http import json_body, responses, responses_out
 from router.tokenizer import Tokenizer
@@ -378,7 +378,7 @@ async def test_a_stream_has_no_ids_and_says_so(tokenizer: Tokenizer) -> None:
 
 
 def keys(**tenants: str) -> ApiKeys:
-    return ApiKeys(Entry(key, sha256(key.encode()).digest(), tenant) for key, tenant in tenants.items())
+    return ApiKeys(KeyEntry(key, sha256(key.encode()).digest(), tenant) for key, tenant in tenants.items())
 
 
 async def test_an_answer_says_whether_it_is_kept(tokenizer: Tokenizer) -> None:

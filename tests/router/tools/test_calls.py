@@ -13,7 +13,7 @@ from tool_calls import written
 
 from router.tools.delta import Arguments, CallBegin, Content, Delta, Message
 from router.tools.families import BY_NAME, FAMILIES, GENERIC, family_of
-from router.tools.reading import Format, Reader, read
+from router.tools.reading import AnswerFormat, Reader, read
 from router.tools.thinking import BY_NAME as MARKS
 from router.tools.thinking import THINK, is_open, thinking_of
 
@@ -28,7 +28,7 @@ def calls_of(message: Message) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in message.calls]
 
 
-def streamed(text: str, format: Format, cuts: Iterable[int], cut_off: bool = False) -> Message:
+def streamed(text: str, format: AnswerFormat, cuts: Iterable[int], cut_off: bool = False) -> Message:
     reader, at = Reader(format), 0
     message = Message()
     for cut in cuts:
@@ -37,7 +37,7 @@ def streamed(text: str, format: Format, cuts: Iterable[int], cut_off: bool = Fal
     return message.add(reader.push(text[at:])).add(reader.flush(cut_off))
 
 
-FORMATS = {family.name: Format(family, TOOLS) for family in FAMILIES}
+FORMATS = {family.name: AnswerFormat(family, TOOLS) for family in FAMILIES}
 
 
 @for_each(FORMATS)
@@ -147,7 +147,7 @@ def test_a_value_between_tags_has_the_type_of_its_schema() -> None:
         "text": {"type": "string"}, "whole": {"type": "integer"}, "either": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
         "words": {"enum": ["1", "2"]}, "list": {"type": ["array", "null"]}, "free": {}, "ref": {"$ref": "#/$defs/n"},
     }  # fmt: skip
-    format = Format(BY_NAME["qwen3_xml"], {"f": {"properties": kinds, "$defs": {"n": {"type": "number"}}}})
+    format = AnswerFormat(BY_NAME["qwen3_xml"], {"f": {"properties": kinds, "$defs": {"n": {"type": "number"}}}})
     given = {"text": "007", "whole": "7", "either": "None", "words": "1", "list": "[1]", "free": "true", "ref": "1e20", "new": "x y"}
     parameters = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in given.items())
     ((_, read_),) = calls_of(read(f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>", format))
@@ -158,7 +158,7 @@ def test_a_value_between_tags_has_the_type_of_its_schema() -> None:
 
 
 def test_thinking_is_apart_and_its_marks_are_not_shown() -> None:
-    format = Format(BY_NAME["hermes"], TOOLS, THINK)
+    format = AnswerFormat(BY_NAME["hermes"], TOOLS, THINK)
     text = f"<think>\nhm <tool_call>\n</think>\n\nSo.\n{written('hermes', CALLS[:1])}"
     message = read(text, format)
     assert (message.reasoning, message.content, calls_of(message)) == ("hm <tool_call>", "So.", CALLS[:1])
@@ -166,7 +166,7 @@ def test_thinking_is_apart_and_its_marks_are_not_shown() -> None:
     assert read("no marks </think>", format) == Message("no marks </think>")
     assert read("<think>never ends ", format, cut=True) == Message("", "never ends")
     assert read("<think>\n\n</think>\n\n x", format) == Message("x", "")
-    assert read("[THINK]a[/THINK]b", Format(thinking=MARKS["mistral"])) == Message("b", "a")
+    assert read("[THINK]a[/THINK]b", AnswerFormat(thinking=MARKS["mistral"])) == Message("b", "a")
     reader = Reader(format)
     states = [(reader.push(piece), reader.thinks)[1] for piece in ("<thi", "nk>", "a", "</think", ">", "b")]
     assert states == [False, True, True, True, False, False]

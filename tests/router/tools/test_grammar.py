@@ -17,7 +17,7 @@ from router.tools.delta import Message
 from router.tools.families import BY_NAME, FAMILIES
 from router.tools.forms import Forms
 from router.tools.grammar import after_thinking, lark
-from router.tools.reading import Format, read
+from router.tools.reading import AnswerFormat, read
 from router.tools.thinking import THINK
 
 SCHEMA = {
@@ -57,7 +57,7 @@ def grammar(name: str, **options: Any) -> str | None:
 
 
 def found(name: str, text: str) -> Message:
-    return read(text, Format(BY_NAME[name], TOOLS))
+    return read(text, AnswerFormat(BY_NAME[name], TOOLS))
 
 
 @for_each(DEMANDED)

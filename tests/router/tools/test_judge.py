@@ -13,7 +13,7 @@ from each import for_each
 
 from router.tools.delta import Message
 from router.tools.families import BY_NAME
-from router.tools.reading import Format, Reader, read
+from router.tools.reading import AnswerFormat, Reader, read
 from router.tools.thinking import BY_NAME as MARKS
 from router.tools.thinking import THINK, is_open
 
@@ -27,7 +27,7 @@ BY_MODEL = {
 }  # fmt: skip
 
 
-def format_of(text: dict[str, Any]) -> Format:
+def format_of(text: dict[str, Any]) -> AnswerFormat:
     model = text["models"][0].partition("/")[2]
     family = next((name for part, name in BY_MODEL.items() if part in model), "mistral")
     thinking = {"llama": None, "mistral": MARKS["mistral"]}.get(text["family"], THINK)
@@ -35,7 +35,7 @@ def format_of(text: dict[str, Any]) -> Format:
         thinking = None
     tools = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in text["tools"]}
     opened = thinking is not None and is_open(thinking, text.get("generation_prompt") or "")
-    return Format(BY_NAME[family], tools, thinking, opened)
+    return AnswerFormat(BY_NAME[family], tools, thinking, opened)
 
 
 def texts(family: str) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def told(message: Message) -> tuple[str | None, str | None, list[tuple[str, Any]
     return message.content or None, message.reasoning or None, [(call.name, json.loads(call.arguments)) for call in message.calls]
 
 
-def cut_somewhere(text: str, format: Format, seed: int, cut_off: bool) -> Message:
+def cut_somewhere(text: str, format: AnswerFormat, seed: int, cut_off: bool) -> Message:
     reader, message, at, draw = Reader(format), Message(), 0, random.Random(seed)
     while at < len(text):
         size = draw.randint(1, 8) if seed else 1

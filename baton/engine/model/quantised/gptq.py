@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from baton.engine.facts.fields import Fields
-from baton.engine.model.quantised.matrix import Quantised, Worth, shifts_of, unpacked
+from baton.engine.model.quantised.matrix import MatrixWorth, Quantised, shifts_of, unpacked
 from baton.engine.model.quantised.scheme import FLOATS, INT32, ByPart, Part, Parts, Shape, whole_words
 
 
@@ -51,7 +51,7 @@ class Gptq:
             "g_idx": Part(INT32, ((width,),), optional=not self.ordered),
         }
 
-    def read(self, parts: Parts, shape: Shape) -> Quantised | Worth:
+    def read(self, parts: Parts, shape: Shape) -> Quantised | MatrixWorth:
         group, most = self._group(shape[1]), (1 << self.bits) - 1
         numbers = unpacked(parts.get("qweight").t(), self.bits)
         scales = parts.finite("scales").t().contiguous()
@@ -66,7 +66,7 @@ class Gptq:
             return found
         if of_column.min() < 0 or of_column.max() >= scales.shape[1]:
             raise parts.error("g_idx", f"names group {int(of_column.max())} or less than 0; there are {scales.shape[1]}")
-        return Worth((numbers.float() - zeros.float()[:, of_column]).mul_(scales.float()[:, of_column]))
+        return MatrixWorth((numbers.float() - zeros.float()[:, of_column]).mul_(scales.float()[:, of_column]))
 
     def _group(self, width: int) -> int:
         return width if self.group == -1 else self.group

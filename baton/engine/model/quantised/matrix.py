@@ -64,7 +64,7 @@ class Quantised:
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
+class MatrixWorth:
     """What a matrix is worth that was quantised in a form which nothing computes."""
 
     numbers: Tensor  # float32 [out, in]
@@ -80,7 +80,7 @@ class Worth:
         return self.numbers
 
 
-Matrix = Tensor | Quantised | Worth
+Matrix = Tensor | Quantised | MatrixWorth
 
 
 def plain(matrix: Matrix) -> Tensor:
@@ -107,7 +107,7 @@ def join(parts: Sequence[Quantised]) -> Quantised:
 
 
 def shifts_of(zeros: Tensor, scales: Tensor, bits: int) -> Tensor | None:
-    """Of a format whose numbers are worth (number - zero) · scale; both are `[out, groups]`. Exact for float16 scales."""
+    """The shifts of a format whose numbers are worth (number - zero) · scale; both are `[out, groups]`. Exact for float16 scales."""
     return -zeros.float() * scales.float() if (zeros != 1 << (bits - 1)).any() else None
 
 

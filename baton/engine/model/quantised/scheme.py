@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from baton.engine.facts.fields import CheckpointError, Fields
-from baton.engine.model.quantised.matrix import Quantised, Worth
+from baton.engine.model.quantised.matrix import MatrixWorth, Quantised
 
 FLOATS = frozenset({"F16", "BF16", "F32"})
 INT32, INT64, INT8, UINT8, FLOAT8 = (frozenset({name}) for name in ("I32", "I64", "I8", "U8", "F8_E4M3"))
@@ -46,7 +46,7 @@ class Format(Protocol):
         the format cannot have."""
         ...
 
-    def read(self, parts: Parts, shape: Shape) -> Quantised | Worth:
+    def read(self, parts: Parts, shape: Shape) -> Quantised | MatrixWorth:
         """Raises CheckpointError for parts that make no sense."""
         ...
 
