@@ -141,24 +141,31 @@ def needed(model: Model, demand: Demand, rules: PlannerRules) -> PoolSizes:
     return alone if alone.total < apart.total and min(enough.ttft, enough.tpot) >= rules.target else apart
 
 
-def with_spares(need: PoolSizes, rules: PlannerRules) -> PoolSizes:
-    """Adds spares to each role that is needed, the same number to both, as far as the budget has room: no role waits for what is a spare
-    of the other."""
+def with_spares(need: PoolSizes, spares: int, rules: PlannerRules) -> PoolSizes:
+    """Adds so many to each role that is needed."""
+    prefill = min(need.prefill + spares, rules.most.prefill) if need.prefill else 0
+    return PoolSizes(prefill, min(need.decode + spares, rules.most.decode))
+
+
+def spares_of(need: PoolSizes, rules: PlannerRules) -> int:
+    """How many spares the budget has room for, the same number of each role: no role waits for what is a spare of the other."""
     for spares in range(rules.spares, 0, -1):
-        prefill = min(need.prefill + spares, rules.most.prefill) if need.prefill else 0
-        more = PoolSizes(prefill, min(need.decode + spares, rules.most.decode))
+        more = with_spares(need, spares, rules)
         if more.prefill * rules.costs[0] + more.decode * rules.costs[1] <= rules.budget + 1e-9:
-            return more
-    return need
+            return spares
+    return 0
 
 
 def _note_need(memory: Memory, model: Model, demand: Demand, rules: PlannerRules, now: float) -> Memory:
     pressed = under_pressure(demand, memory)
-    grow, margin = with_spares(needed(model, pressed, rules), rules), needed(model, pressed.times(1 + rules.margin), rules)
-    need = Need(now, grow, PoolSizes(max(grow.prefill, margin.prefill), max(grow.decode, margin.decode)))
+    need, margin = needed(model, pressed, rules), needed(model, pressed.times(1 + rules.margin), rules)
     old = [each for each in memory.needs if now - each.at > rules.hold_s]
     kept = [each for each in memory.needs if now - each.at <= rules.hold_s]
-    return replace(memory, needs=(*old[-1:], *kept, need))
+    # Spares by the most that was needed lately: by what is needed now, they would come and go with noise.
+    most = PoolSizes(*(max(getattr(each, role) for each in (margin, *(one.margin for one in kept))) for role in ROLES))
+    spares = spares_of(most, rules)
+    told = Need(now, with_spares(need, spares, rules), with_spares(margin, spares, rules), margin)
+    return replace(memory, needs=(*old[-1:], *kept, told))
 
 
 def _surplus(memory: Memory, role: RoleName, size: int, within_s: float, now: float) -> int:

@@ -160,8 +160,8 @@ def test_a_spare_serves_while_others_start() -> None:
 def test_spares_are_within_the_budget_and_no_role_waits_for_one() -> None:
     rules = replace(RULES, spares=2, most=PoolSizes(4, 8))
     for need, kept in (((1, 1), (3, 3)), ((3, 1), (4, 3)), ((2, 4), (3, 5)), ((4, 4), (4, 4)), ((0, 2), (0, 4))):
-        assert deciding.with_spares(PoolSizes(*need), rules) == PoolSizes(*kept)
-    assert deciding.with_spares(PoolSizes(2, 1), replace(rules, costs=(2.0, 1.0))) == PoolSizes(3, 2), "by what a worker costs"
+        assert deciding.with_spares(PoolSizes(*need), deciding.spares_of(PoolSizes(*need), rules), rules) == PoolSizes(*kept)
+    assert deciding.spares_of(PoolSizes(2, 1), replace(rules, costs=(2.0, 1.0))) == 1, "by what a worker costs"
     world = World(
         planner(replace(rules, most=RULES.most)), steps(heavy("prefill", 30.0), heavy("decode", 20.0), every_s=300.0), Pools(2, 2)
     )
