@@ -161,20 +161,17 @@ def _note_need(memory: Memory, model: Model, demand: Demand, rules: PlannerRules
     need, margin = needed(model, pressed, rules), needed(model, pressed.times(1 + rules.margin), rules)
     old = [each for each in memory.needs if now - each.at > rules.hold_s]
     kept = [each for each in memory.needs if now - each.at <= rules.hold_s]
-    # Spares by the most that was needed lately: by what is needed now, they would come and go with noise.
-    most = PoolSizes(*(max(getattr(each, role) for each in (margin, *(one.margin for one in kept))) for role in ROLES))
-    spares = spares_of(most, rules)
-    told = Need(now, with_spares(need, spares, rules), with_spares(margin, spares, rules), margin)
-    return replace(memory, needs=(*old[-1:], *kept, told))
+    return replace(memory, needs=(*old[-1:], *kept, Need(now, need, margin)))
 
 
-def _surplus(memory: Memory, role: RoleName, size: int, within_s: float, now: float) -> int:
-    """How many workers of a role more there are than were needed at any moment of that time; 0 if so much time has not been looked at."""
+def _surplus(memory: Memory, role: RoleName, size: int, within_s: float, now: float, spares: int = 0) -> int:
+    """How many workers of a role more there are than were needed at any moment of that time, and `spares`; 0 if so much time has not been
+    looked at."""
     needs = [each for each in memory.needs if now - each.at <= within_s]
     if not needs or now - memory.needs[0].at < within_s:
         return 0
     most: int = max(getattr(each.shrink, role) for each in needs)
-    return max(0, size - most)
+    return max(0, size - most - (spares if most else 0))
 
 
 def _choose(seen: Seen, demand: Demand, effect: Effect, model: Model, memory: Memory, rules: PlannerRules, now: float) -> Decision:
@@ -198,8 +195,7 @@ def _choose(seen: Seen, demand: Demand, effect: Effect, model: Model, memory: Me
         return Decision(
             action, why, sizes, demand, taken.sizes, effect, taken.effect, tuple(found), memory, refused=tuple(refused), need=need
         )
-    counted = " with spares" if rules.spares else ""
-    why = f"{sizes} is what the load needs{counted}" if need == sizes else f"the load needs {need}{counted}, and {sizes} serves"
+    why = f"{sizes} is what the load needs" if need == sizes else f"the load needs {need}, and {sizes} serves"
     if wants:
         why += f"; {found[1].verdict}"
     return Decision(None, why, sizes, demand, sizes, effect, effect, tuple(found), memory, refused=tuple(refused), need=need)
@@ -216,7 +212,7 @@ def _candidates(
     for role in ROLES:
         if short[role] <= 0:
             continue
-        why = f"the load needs {need}{' with spares' if rules.spares else ''}: {role} has {short[role]} too few"
+        why = f"the load needs {need}: {role} has {short[role]} too few"
         flip = _flip(seen, role, memory, rules, now)
         if flip is not None and _surplus(memory, OTHER[role], getattr(sizes, OTHER[role]), rules.cooldown_s, now):
             found.append((why, flip))
@@ -225,13 +221,26 @@ def _candidates(
             found.append((why, Resize(sized(seen.wanted, {role: getattr(seen.wanted, role) + count}), seen.wanted)))
         if flip is not None and _better(seen, flip, demand, model):
             found.append((f"{why}, which costs {OTHER[role]} less than it brings", flip))
+    needy = any(count > 0 for count in short.values())
+    if not needy and (grown := _more_spares(seen, need, memory, rules, now)):
+        found.append((f"the load needs {need}, and so many spares fit into the budget", grown))
     if all(forbidden(action, seen, rules, now) for _, action in found):  # or nothing is short: else a spent budget would hold for ever
         for role in ROLES:
-            spare = _surplus(memory, role, getattr(sizes, role), rules.hold_s, now)
+            spare = _surplus(memory, role, getattr(sizes, role), rules.hold_s, now, 0 if needy else rules.spares)
             if spare:
                 why = f"{spare} of {getattr(sizes, role)} {role} workers were not needed for {rules.hold_s:.0f} s"
                 found += [(why, action) for action in _shrinks(seen, role, spare, memory, rules, now)]
     return found
+
+
+def _more_spares(seen: Seen, need: PoolSizes, memory: Memory, rules: PlannerRules, now: float) -> Resize | None:
+    """Spares are only added, where there is room: for their sake no worker flips or goes, so they do not come and go with noise."""
+    assert seen.wanted is not None
+    target = with_spares(need, spares_of(need, rules), rules)
+    there = {role: getattr(seen.sizes, role) + _coming(seen, role, memory, rules, now) for role in ROLES}
+    missing = {role: getattr(target, role) - there[role] for role in ROLES if not _blocked(memory, role, now)}
+    grown: dict[str, int] = {role: getattr(seen.wanted, role) + count for role, count in missing.items() if count > 0}
+    return Resize(sized(seen.wanted, grown), seen.wanted) if grown else None
 
 
 def _coming(seen: Seen, pool: RoleName, memory: Memory, rules: PlannerRules, now: float) -> int:

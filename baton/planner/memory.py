@@ -51,13 +51,11 @@ class PlannerRules:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The sizes that a load needed at one moment, with spares: to grow to, and, with the margin, to shrink to. `margin`: the latter without
-    spares."""
+    """The sizes that a load needed at one moment: to grow to, and, with the margin, to shrink to."""
 
     at: float
     grow: PoolSizes
     shrink: PoolSizes
-    margin: PoolSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,7 +178,7 @@ def test_without_hysteresis_noise_swings(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert late() <= 1
     surplus = deciding._surplus
-    monkeypatch.setattr(deciding, "_surplus", lambda memory, role, size, within, now: surplus(
+    monkeypatch.setattr(deciding, "_surplus", lambda memory, role, size, within, now, spares=0: surplus(
         replace(memory, needs=tuple(replace(each, shrink=each.grow) for each in memory.needs[-1:])), role, size, 0.0, now))  # fmt: skip
     monkeypatch.setattr(deciding, "waits", lambda *args: "")
     assert late() > 3
