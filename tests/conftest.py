@@ -60,6 +60,7 @@ class Virtual(VirtualLoop):
         return False
 
 
+@pytest.hookimpl(optionalhook=True)  # some runs do without the plugin
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """What a test waits for costs no time, if it is marked so: nothing real is there to be waited for."""
     return {"virtual": Virtual} if item.get_closest_marker("virtual_time") else {"real": asyncio.new_event_loop}

@@ -174,8 +174,8 @@ print(f"{torch.__version__} multiplies matrices at {rate / 1e9:.0f} GFLOP/s with
 """
 ATTENTION = """
 import torch
-from baton.engine.gpu.choice import BACKENDS, Facts, why_not
-facts = Facts("cuda", torch.bfloat16, 16, 128, 2)
+from baton.engine.gpu.choice import BACKENDS, BackendFacts, why_not
+facts = BackendFacts("cuda", torch.bfloat16, 16, 128, 2)
 print("; ".join(f"{name}: {why_not(name, facts) or 'possible'}" for name in BACKENDS))
 """
 NIXL = """

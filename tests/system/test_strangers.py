@@ -17,8 +17,8 @@ pytestmark = pytest.mark.system
 PROMPT = list(range(1, 101))
 # A worker that answers every caller.
 CREDULOUS = """
-from baton.worker.identity import Identity
-Identity.check = lambda self, to: None
+from baton.worker.identity import WorkerIdentity
+WorkerIdentity.check = lambda self, to: None
 from {role}_worker.__main__ import main
 main()
 """
