@@ -69,8 +69,9 @@ class Conduct:
             request.trace.predictions.append(CheckedPrediction("first token", sent.first_s, took_s))
         identity = _identity(worker)
         if identity not in self._lines:
-            self._lines = {known: line for known, line in self._lines.items() if self._members.answers(known) is not None}
-        self._lines.setdefault(identity, CostLine()).note(sent.cost, took_s, self._clock())
+            kept = {known: line for known, line in self._lines.items() if self._members.answers(known) is not None}
+            self._lines = {**kept, identity: CostLine()}
+        self._lines[identity].note(sent.cost, took_s, self._clock())
 
     def decoded(self, worker: WorkerRecord) -> None:
         """A decode call ended well, or its reader has left it."""

@@ -51,7 +51,6 @@ class _Interval:
 
 @dataclass(slots=True)
 class _Bias:
-    of: Of
     intervals: deque[_Interval] = field(default_factory=lambda: deque(maxlen=LAST))
     told: bool = False
 
@@ -68,11 +67,11 @@ class _Bias:
         recent = [each.came / each.predicted for each in self.intervals if each.number >= oldest]
         return median(recent) if len(recent) >= LEAST else None
 
-    def drifts(self, now: float) -> bool:
-        ratio = self.ratio(now)
-        limit = AGAIN if self.told else DRIFTS
+    def drift(self, now: float) -> float | None:
+        """The ratio while it is one to be told; None: it is not."""
+        ratio, limit = self.ratio(now), AGAIN if self.told else DRIFTS
         self.told = ratio is not None and abs(math.log(ratio)) > math.log(limit)
-        return self.told
+        return ratio if self.told else None
 
 
 class Predictions:
@@ -82,7 +81,7 @@ class Predictions:
     def note(self, predictions: Iterable[CheckedPrediction], now: float) -> None:
         """What was predicted of a request that has ended."""
         for prediction in predictions:
-            self._biases.setdefault(prediction.of, _Bias(prediction.of)).note(prediction, now)
+            self._biases.setdefault(prediction.of, _Bias()).note(prediction, now)
 
     def biases(self, now: float) -> dict[str, float]:
         """What came over what was predicted, of those of which enough is known."""
@@ -90,8 +89,8 @@ class Predictions:
 
     def judge(self, now: float) -> str:
         """Which predictions are always wrong; empty: none."""
-        drifting = [bias for bias in self._biases.values() if bias.drifts(now)]
-        return "; ".join(_sentence(bias.of, bias.ratio(now) or 1.0) for bias in drifting)
+        drifts = [(of, bias.drift(now)) for of, bias in self._biases.items()]
+        return "; ".join(_sentence(of, drift) for of, drift in drifts if drift is not None)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,9 @@ beside the code. The file itself says the rest. Whom a room may import is in the
 
 
 def page(_: str = "") -> str:
-    return "\n".join([HEAD, *(section(names, what) for names, what in rooms())])
+    told = rooms()
+    own = {ROOT / name for names, _ in told for name in names} | {ROOT / "baton" / "v1"}
+    return "\n".join([HEAD, *(section(names, what, own) for names, what in told)])
 
 
 def rooms() -> list[tuple[list[str], str]]:
@@ -32,19 +34,18 @@ def rooms() -> list[tuple[list[str], str]]:
     return [(names, what) for names, what in named if not {"proto/", "deploy/", "tests/"} & {*names}]
 
 
-def section(names: list[str], what: str) -> str:
+def section(names: list[str], what: str, own: set[Path]) -> str:
     lines = [f"## {', '.join(f'`{name}`' for name in names)}", "", *_wrapped(f"{what[0].upper()}{what[1:]}."), ""]
-    for name in names:
-        lines += [line for file in files(name) for line in _wrapped(f"- `{file.relative_to(ROOT / name)}` {first_sentence(file)}", "  ")]
+    for room in (ROOT / name for name in names):
+        told = (f"- `{file.relative_to(room)}` {first_sentence(file)}" for file in files(room, own))
+        lines += [line for one in told for line in _wrapped(one, "  ")]
     return "\n".join(lines) + "\n"
 
 
-def files(room: str) -> list[Path]:
-    """Those of the room and of its folders, but for folders that are rooms of their own."""
-    others = {ROOT / name for names, _ in rooms() for name in names} - {ROOT / room}
-    inner = {other for other in others if ROOT / room in other.parents} | {ROOT / "baton" / "v1"}
-    found = sorted((ROOT / room).rglob("*.py"))
-    return [file for file in found if not inner & set(file.parents) and file.name != "__init__.py"]
+def files(room: Path, own: set[Path]) -> list[Path]:
+    """Those of the room and of its folders, but for the folders that stand for themselves (`own`)."""
+    inner = {folder for folder in own if room in folder.parents}
+    return [file for file in sorted(room.rglob("*.py")) if not inner & set(file.parents) and file.name != "__init__.py"]
 
 
 def first_sentence(file: Path) -> str:
