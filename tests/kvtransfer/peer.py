@@ -111,7 +111,7 @@ class Device:
         self.staged = Mirror(memory)
         self.array = memory.array[:num_blocks]
         self.share, self.open, self.begin_copy = memory.share, memory.open, memory.begin_copy
-        self.expose, self.take_in = self.staged.expose, self.staged.take_in
+        self.expose, self.take_in, self.back = self.staged.expose, self.staged.take_in, memory.back
         self.digests, self.flip, self.nbytes = memory.digests, memory.flip, num_blocks * layout.block_bytes
         self.carrier, self.unit_bytes = memory.carrier, memory.unit_bytes
 

@@ -56,6 +56,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.prefix_caching = prefix_caching
         self.describes = False  # changes tell what blocks hold
+        self.reached = 0  # blocks from this number on have never been used
         # The block that was freed last is taken first: its memory is mapped, and perhaps in a cache of the processor.
         self._free = list(reversed(range(num_blocks)))
         self._owners: dict[int, int] = {}  # block → number of owners
@@ -113,7 +114,9 @@ class BlockPool:
         free, owners = self._free, self._owners
         if count <= len(free):
             blocks = [free.pop() for _ in range(count)]
+            self.reached = max(self.reached, max(blocks, default=-1) + 1)
         else:
+            self.reached = self.num_blocks
             blocks = [*reversed(free), *self._evict(count - len(free))]
             free.clear()
         for block in blocks:
@@ -205,6 +208,8 @@ class BlockPool:
             raise RuntimeError("keys and blocks disagree")
         if self._offered - set(self._key_of) or set(self._saved) - self._offered or self._offered & set(self._cached):
             raise RuntimeError("it is not clear what was saved")
+        if set(range(self.reached, self.num_blocks)) - free:
+            raise RuntimeError(f"a block from {self.reached} on has been used")
         if any(count < 1 for count in self._owners.values()):
             raise RuntimeError("a block is owned by nobody")
 

@@ -17,7 +17,7 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from baton.engine.core.int5_rows import row_bytes
-from baton.engine.core.pages import LINE, in_huge_pages
+from baton.engine.core.pages import LINE, Backing, in_huge_pages
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 DIGEST_BYTES = 16
@@ -220,6 +220,10 @@ class Pool(Protocol):
         """Lets the engine, and `digests`, find what such a transport has written into these blocks. Thread-safe; may wait."""
         ...
 
+    def back(self, blocks: int) -> None:
+        """The first so many blocks will be used soon, if they are not: their memory may be made ready. Returns at once. For the engine."""
+        ...
+
     def digests(self, blocks: Sequence[int]) -> bytes:
         """DIGEST_BYTES for each block, in order. Which digest, depends on the memory alone: peers have pools of the same kind. Thread-safe;
         may wait."""
@@ -260,6 +264,7 @@ class KvPool:
         self.memory = in_huge_pages(memory)
         # uint8 [num_blocks, block_bytes]
         self.array = np.frombuffer(self.memory, dtype=np.uint8).reshape(num_blocks, layout.block_bytes)
+        self._backing = Backing(self.memory, self.array.ctypes.data)
 
     @property
     def region(self) -> Region:
@@ -278,6 +283,9 @@ class KvPool:
 
     def take_in(self, blocks: Sequence[int]) -> None:
         """The engine computes in the same memory."""
+
+    def back(self, blocks: int) -> None:
+        self._backing.reach(min(blocks, self.num_blocks) * self.layout.block_bytes)
 
     def digests(self, blocks: Sequence[int]) -> bytes:
         """XXH3-128: it detects accidents at memory speed."""

@@ -17,6 +17,7 @@ from baton.engine.core.engine import Engine, Output
 
 T = TypeVar("T")
 CHECK_EVERY_S = 5.0
+AHEAD = 4  # largest steps whose KV has memory before it is computed
 JOIN_S = 5.0  # a thread that hangs in a step cannot be stopped: the process exits without it
 
 
@@ -29,6 +30,7 @@ class EngineLoop(Commands):
         super().__init__(engine, listener, tokenizer_fingerprint, grammars)
         self._wake = threading.Event()
         self._closing = False
+        self._ahead = -(-AHEAD * engine.scheduler.limits.max_num_batched_tokens // engine.block_size)  # blocks
         self._laps = 0
         self._busy_since: float | None = None
         self._cpu_clock: int | None = None
@@ -60,6 +62,7 @@ class EngineLoop(Commands):
                 while self._commands:
                     self._begin()
                     self._execute()
+                self._engine.runner.pool.back(self._engine.pool.reached + self._ahead)
                 if self._engine.idle:
                     if self._engine.colder is not None:
                         self._engine.colder.turn(time.monotonic())

@@ -55,6 +55,9 @@ class DevicePool:
     def take_in(self, blocks: Sequence[int]) -> None:
         self.staged.take_in(blocks)
 
+    def back(self, blocks: int) -> None:
+        """A device's memory is there from the start."""
+
     def digests(self, blocks: Sequence[int]) -> bytes:
         """Those of `baton.engine.gpu.triton_blocks`, computed where the bytes are."""
         return self.staged.digests(blocks)

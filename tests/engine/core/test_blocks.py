@@ -188,3 +188,16 @@ def test_check_detects_a_lost_block() -> None:
     pool._free.pop()
     with pytest.raises(RuntimeError, match="blocks lost"):
         pool.check()
+
+
+def test_what_was_freed_is_used_again_before_what_was_never_used() -> None:
+    pool = BlockPool(4)
+    first = pool.allocate(2)
+    assert first is not None and pool.reached == 2
+    pool.release(first)
+    assert pool.allocate(1) is not None and pool.reached == 2
+    assert pool.allocate(2) is not None and pool.reached == 3
+    pool.check()
+    pool.reached = 1
+    with pytest.raises(RuntimeError, match="from 1 on has been used"):
+        pool.check()

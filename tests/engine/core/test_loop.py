@@ -161,6 +161,25 @@ async def test_everything_runs_in_one_thread_and_is_reported_in_another() -> Non
     assert r.reported.threads == {threading.get_ident()} != commands
 
 
+async def test_memory_is_asked_for_before_a_step_writes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, written = [0], list[bool]()
+    monkeypatch.setattr(KvPool, "back", lambda self, blocks: asked.append(blocks))
+
+    def note(self: Gate, batch: Seq[Chunk]) -> list[Tokens]:
+        for chunk in batch:
+            last = (chunk.seq.computed + chunk.n - 1) // BLOCK
+            written.extend(block < asked[-1] for block in chunk.seq.blocks[: last + 1])
+        return ToyRunner.run(self, batch)
+
+    monkeypatch.setattr(Gate, "run", note)
+    async with running() as r:
+        await until(lambda: asked[-1] == 4 * 32 // BLOCK)  # four of the largest steps, before anything comes
+        for name in ("s", "t"):
+            await r.loop.call(adding(make_seq(name, [1] * 400, max_tokens=40)))
+        await until(lambda: len(r.reported.tokens("s")) == len(r.reported.tokens("t")) == 40)
+    assert len(written) > 200 and all(written)
+
+
 async def test_each_step_that_computed_something_is_reported_in_the_engine_thread() -> None:
     runner, reported, threads = Gate(), Reported(), set()
     batches: list[tuple[float, int, int]] = []
