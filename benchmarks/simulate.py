@@ -190,7 +190,7 @@ async def profile_for(name: str, model: Path, amount: Amount, folder: Path | Non
         return Profile.load_file(file)
     same = {"model.path": str(model), "engine.threads": "1", "telemetry.log_level": "warning"}
     found = await measure(same, amount, CHUNK, lambda line: print(f"  {name}, {line}", flush=True))
-    profile = profile_of(found, name, {"threads": 1}, amount, CHUNK)
+    profile = await asyncio.to_thread(profile_of, found, name, {"threads": 1}, amount, CHUNK)  # it simulates, in a loop of its own
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         profile.save(file)

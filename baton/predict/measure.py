@@ -5,6 +5,8 @@
     split       one prefill and one decode worker: handoffs, by the bytes of their KV
     pair        two workers that do both, alone and at once: how two busy cores slow each other, by what each of them does
 
+The last two are also put under a load (`baton.predict.crowding`): what slows steps there, single requests do not show.
+
 Each needs as many cores or GPUs as it has workers, and may be left out: the profile then has no model of what it would have told, and says
 so. Processor time of router, workers and this process is what the system has counted, less what they use at rest. The machine must do
 nothing else; `load` in the profile says whether it did. A prompt that is timed comes after a pause, as in a cluster that is not full: right
@@ -18,7 +20,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
@@ -27,6 +29,7 @@ from typing import TypeVar
 import grpc
 
 from baton.client import AsyncClient, Result
+from baton.predict.crowding import LOAD_OUTPUT, LOAD_PROMPT, LoadedRun, crowding_of, loaded
 from baton.profile.file import Profile
 from baton.profile.fit import fit
 from baton.profile.models import NUMBERS, Fitted, Work, step_seconds, works_of_prompt
@@ -58,9 +61,10 @@ class Amount:
     tokens: int = 48  # of a batch that decodes
     repeats: int = 4
     requests: int = 60  # of one measurement of processor time
+    load: int = 80  # requests of a load
 
 
-QUICK = Amount((64, 256, 768), (0.0, 0.5), (1, 4, 8), (32, 512), (4,), 24, 2, 20)
+QUICK = Amount((64, 256, 768), (0.0, 0.5), (1, 4, 8), (32, 512), (4,), 24, 2, 20, 20)
 Note = Callable[[str], None]
 
 
@@ -103,7 +107,7 @@ class Processes:
     """The processes of a cluster, and what its workers told."""
 
     router: int
-    workers: list[int]
+    workers: list[tuple[str, int]]  # pool and process
     facts: dict[str, int]
 
     @classmethod
@@ -112,23 +116,26 @@ class Processes:
             told = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
         records = [worker.record for worker in told.workers]
         names = ("block_size", "max_model_len", "kv_blocks", "max_num_seqs")
-        return cls(told.router.pid, [record.pid for record in records], {name: int(getattr(records[0], name)) for name in names})
+        pids = [(record.pool, record.pid) for record in records]
+        return cls(told.router.pid, pids, {name: int(getattr(records[0], name)) for name in names})
 
     def used(self) -> dict[str, float]:
-        """Processor seconds so far. A worker's engine is the thread that has used the most, and does not count."""
-        beside = 0.0
-        for pid in self.workers:
+        """Processor seconds so far. A worker's engine is that of its threads that has used the most, beside the main one, which has its
+        event loop; it does not count."""
+        used = {"router": sum(_threads(self.router).values()), "client": time.process_time()}
+        for pool, pid in self.workers:
             threads = _threads(pid)
-            beside += sum(threads) - max(threads)
-        return {"router": sum(_threads(self.router)), "worker": beside, "client": time.process_time()}
+            engine = max(seconds for thread, seconds in threads.items() if thread != pid)
+            used[pool] = used.get(pool, 0.0) + sum(threads.values()) - engine
+        return used
 
 
-def _threads(pid: int) -> list[float]:
+def _threads(pid: int) -> dict[int, float]:
     """Processor seconds of each thread."""
-    found = []
+    found = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
-            found.append(int((task / "schedstat").read_text().split()[0]) / 1e9)
+            found[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
         except OSError:
             continue
     return found
@@ -153,6 +160,7 @@ class Measurements:
     prompts: list[tuple[float, float]] = field(default_factory=list)  # seconds of one: alone, and while the other worker has one, too
     paces: list[tuple[float, float]] = field(default_factory=list)  # seconds of a token: alone, and while the other worker decodes, too
     unlike: list[Unlike] = field(default_factory=list)
+    loads: list[LoadedRun] = field(default_factory=list)
     facts: dict[str, int] = field(default_factory=dict)
 
 
@@ -176,13 +184,20 @@ async def measure(
             continue
         note(f"{name}: {prefill} prefill and {decode} decode workers")
         sizes = {"prefill.replicas": str(prefill), "decode.replicas": str(decode), "router.bypass_tokens": "0"}
-        async with _running({**settings, **sizes}, found) as (asker, processes):
+        async with _running(keys := {**settings, **sizes}, found) as (asker, processes, door):
             await work(asker, processes)
+            if name != "colocated":
+                found.loads.append(await _load(asker, keys, door, amount))
     return found
 
 
+async def _load(asker: Asker, keys: Mapping[str, str], door: str, amount: Amount) -> LoadedRun:
+    alone = [(await asker.ask_alone(asker.prompt(LOAD_PROMPT), LOAD_OUTPUT)).times[-1] for _ in range(amount.repeats)]
+    return await loaded(door, keys, median(alone), amount.load)
+
+
 @asynccontextmanager
-async def _running(settings: Mapping[str, str], found: Measurements) -> AsyncIterator[tuple[Asker, Processes]]:
+async def _running(settings: Mapping[str, str], found: Measurements) -> AsyncIterator[tuple[Asker, Processes, str]]:
     began = time.perf_counter()
     async with RunningCluster(settings, "profile") as endpoints, AsyncClient(endpoints["grpc"], max_resumes=0) as client:
         asker = Asker(client)
@@ -191,7 +206,7 @@ async def _running(settings: Mapping[str, str], found: Measurements) -> AsyncIte
         found.starts.append(time.perf_counter() - began)
         processes = Processes.of(endpoints["admin"])
         found.facts = processes.facts
-        yield asker, processes
+        yield asker, processes, endpoints["grpc"]
 
 
 async def measure_one(endpoints: Mapping[str, str], amount: Amount, chunk: int) -> Measurements:
@@ -213,7 +228,7 @@ async def _colocated(found: Measurements, asker: Asker, processes: Processes, am
     for decodes in amount.among:
         for tokens in amount.prompts[2:]:
             await _among(rows, asker, decodes, tokens, amount, chunk)
-    await _costs(found, asker, processes, amount, calls=1)
+    await _costs(found, asker, processes, amount)
 
 
 async def _split(found: Measurements, asker: Asker, processes: Processes, amount: Amount, chunk: int) -> None:
@@ -222,7 +237,7 @@ async def _split(found: Measurements, asker: Asker, processes: Processes, amount
             heard = await asker.ask_alone(asker.prompt(tokens), 4)
             found.rows["step"].append((_first(works_of_prompt(tokens, 0, chunk)), heard.times[0]))
             found.handoffs.append((tokens, int(heard.result.handoff["bytes"]), heard.times[1] - heard.times[0]))
-    await _costs(found, asker, processes, amount, calls=2)
+    await _costs(found, asker, processes, amount)
 
 
 async def _prompts(rows: Rows, asker: Asker, amount: Amount, chunk: int) -> None:
@@ -282,8 +297,8 @@ async def _among(rows: Rows, asker: Asker, decodes: int, tokens: int, amount: Am
     rows.append((counts, mean(times)))
 
 
-async def _costs(found: Measurements, asker: Asker, processes: Processes, amount: Amount, calls: int) -> None:
-    """Processor time of requests with few tokens and with many. `calls`: of workers, for each request that decodes."""
+async def _costs(found: Measurements, asker: Asker, processes: Processes, amount: Amount) -> None:
+    """Processor time of requests with few tokens and with many."""
     before, began = processes.used(), time.perf_counter()
     await asyncio.sleep(1.0)
     rest = {name: (used - before[name]) / (time.perf_counter() - began) for name, used in processes.used().items()}
@@ -299,8 +314,18 @@ async def _costs(found: Measurements, asker: Asker, processes: Processes, amount
             await asyncio.gather(*(one(tokens, gate) for _ in range(amount.requests)))
             passed = time.perf_counter() - began
             for name, used in processes.used().items():
-                counts = {"request": amount.requests * (1 if name == "client" else calls), "token": amount.requests * tokens}
-                found.rows[name].append((counts, max(LEAST_S, used - before[name] - rest[name] * passed)))
+                model, counts = _counts(name, tokens, split="prefill" in before)
+                row = {number: amount.requests * count for number, count in counts.items()}
+                found.rows[model].append((row, max(LEAST_S, used - before[name] - rest[name] * passed)))
+
+
+def _counts(process: str, tokens: int, split: bool) -> tuple[str, dict[str, float]]:
+    """The model of what a process computes, and how often each of its numbers enters with a request."""
+    if process == "prefill":
+        return "worker", {"request": 1, "token": 1, "lend": 1}
+    if process == "decode":
+        return "worker", {"request": 1, "token": tokens - split, "fetch": split}
+    return process, {"request": 2 if split and process == "router" else 1, "token": tokens}  # a call of each worker
 
 
 async def _pair(found: Measurements, asker: Asker, amount: Amount) -> None:
@@ -382,9 +407,7 @@ def profile_of(found: Measurements, model: str, engine: Mapping[str, object], am
     machine = this_machine()
     whole = fit(found.rows["step"], STEP, "times to the first token, and steps of batches, fitted together")
     step = _part(whole, NUMBERS["step"])
-    costs = {
-        name: fit(found.rows[name], NUMBERS[name], "processor time that the system counted") for name in ("router", "worker", "client")
-    }
+    costs = {name: _cost(found.rows[name], name) for name in ("router", "worker", "client")}
     spent = sum(costs[name].values["request"] + costs[name].values["token"] for name in costs)  # one after the other, nobody waits
     path = [{"request": max(0.0, each["path"] - spent)} for each in (whole.values, *whole.draws)]
     models = {
@@ -409,7 +432,17 @@ def profile_of(found: Measurements, model: str, engine: Mapping[str, object], am
     }
     cores = f"{machine['processor']}, {machine['cores']} cores"
     about = {"commit": _commit(), "when": str(machine["when"]), "load": machine["load_before"]}
-    return Profile("measured", cores, model, {**engine, **found.facts, "max_num_batched_tokens": chunk}, kv, "sum", models, region, **about)
+    options = {**engine, **found.facts, "max_num_batched_tokens": chunk}
+    made = Profile("measured", cores, model, options, kv, "sum", models, region, **about)
+    if found.loads and "sharing" in models:
+        made = replace(made, models=models | {"crowding": crowding_of(made, found.loads, int(machine["cores"]))})
+    return made
+
+
+def _cost(rows: Rows, model: str) -> Fitted:
+    """A number that nothing was measured of has no value."""
+    names = [name for name in NUMBERS[model] if any(counts.get(name) for counts, _ in rows)]
+    return fit(rows, names, "processor time that the system counted")
 
 
 def _sharing(found: Measurements, path: float, token: float) -> Fitted:

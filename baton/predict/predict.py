@@ -115,8 +115,10 @@ async def standing(
 
 
 def _speeds(profile: Profile) -> Speeds:
-    """A number that was not measured is 0."""
-    return Speeds(**{name: value for name, value in profile.values("sharing").items() if value})
+    """A number that was not measured is 0. One that was drawn may be above 1."""
+    shared = {name: min(1.0, value) for name, value in profile.values("sharing").items() if value}
+    crowded = {f"{name}_crowded": min(1.0, value) for name, value in profile.values("crowding").items() if value}
+    return Speeds(**shared, **crowded)
 
 
 def predict(
@@ -169,7 +171,7 @@ def doubts(setting: ClusterSetting, profile: Profile, offer: Offer) -> tuple[str
 
 def _needed(setting: ClusterSetting) -> list[str]:
     """Models that not every cluster has an occasion for."""
-    return [*(["handoff"] if setting.sizes.prefill else []), *(["sharing"] if setting.cores is not None else [])]
+    return [*(["handoff"] if setting.sizes.prefill else []), *(["sharing", "crowding"] if setting.cores is not None else [])]
 
 
 def _summary(done: Run, offer: Offer, slo: Slo) -> Summary:

@@ -3,13 +3,16 @@
     step      of an engine, from what it computes (`Work`)
     handoff   KV from a prefill worker to a decode worker: base + byte * bytes
     router    processor time of the router: request + token * output tokens
-    worker    processor time of a worker beside its steps, in its event loop: request + token * output tokens
+    worker    processor time of a worker beside its steps: request + token * output tokens; lend, of a prefill worker for a handoff, and
+              fetch, of a decode worker
     client    processor time of who asks, where that shares the cores: request + token * output tokens
     path      time that a request and its first token travel and wait where nothing computes: request
     start     from the start of a worker to its first request: base
     sharing   how fast one of two busy cores goes, where 1 is as if alone (`baton.simulate.cores.Speeds`): pair, while both compute prompts;
               decode, while both decode; prompt_beside, with a prompt while the other decodes; decode_beside, with a decode meanwhile. One
               that is 0 is as pair
+    crowding  how fast a step goes on one of two busy cores while the other does anything but a step: prompt, decode. The threads of a
+              cluster wake each other for each message, often on the core where a step is computed, though the other is free
 
 A step is a sum of what it computes, because a core computes one thing after the other: a constant (what a step costs by itself: weights
 that are read once, a call for each layer), the tokens of prompts (matrices), the pairs of a token with an earlier one (attention), the
@@ -28,11 +31,12 @@ NUMBERS: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "read", "tokens", "pairs", "decodes", "context", "mixed"),
     "handoff": ("base", "byte"),
     "router": PAIR,
-    "worker": PAIR,
+    "worker": (*PAIR, "lend", "fetch"),
     "client": PAIR,
     "path": ("request",),
     "start": ("base",),
     "sharing": ("pair", "decode", "prompt_beside", "decode_beside"),
+    "crowding": ("prompt", "decode"),
 }
 
 

@@ -17,13 +17,15 @@ Kind = Literal["prompt", "decode", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """How fast a busy core goes while another is busy, in shares of one alone. None: as `pair`. What is neither a prompt nor a decode
-    reads little memory: it slows nobody, and nobody slows it. Raises ValueError for one that is not above 0 and at most 1."""
+    """How fast a busy core goes while another is busy, in shares of one alone. None: as `pair`. Nobody slows what is neither a prompt nor a
+    decode. Raises ValueError for one that is not above 0 and at most 1."""
 
     pair: float = 1.0  # both compute prompts
     decode: float | None = None  # both decode
     prompt_beside: float | None = None  # a prompt, while the other decodes
     decode_beside: float | None = None  # a decode, while the other computes a prompt
+    prompt_crowded: float = 1.0  # a prompt, while the other does neither
+    decode_crowded: float = 1.0  # a decode, while the other does neither
 
     def __post_init__(self) -> None:
         for speed in fields(self):
@@ -33,9 +35,11 @@ class Speeds:
 
     def of(self, kind: Kind, other: Kind) -> float:
         """The speed of one that does `kind`."""
-        if "other" in (kind, other):
+        if kind == "other":
             return 1.0
         special = {
+            ("prompt", "other"): self.prompt_crowded,
+            ("decode", "other"): self.decode_crowded,
             ("decode", "decode"): self.decode,
             ("prompt", "decode"): self.prompt_beside,
             ("decode", "prompt"): self.decode_beside,

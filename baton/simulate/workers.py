@@ -45,6 +45,7 @@ class Times:
     # Processor time: of a router and of a worker beside its engine, for a request and for a token.
     router: tuple[float, float] = (0.0, 0.0)
     worker: tuple[float, float] = (0.0, 0.0)
+    handoff_work: tuple[float, float] = (0.0, 0.0)  # processor time of a handoff, as a part of its time: of its two workers
     decode_pace: Callable[[Work], float] | None = None  # of decode workers, where these are unlike
 
     @classmethod
@@ -53,7 +54,7 @@ class Times:
         handoff, router, worker = (profile.values(name) for name in ("handoff", "router", "worker"))
         return cls(
             ProfiledPace(profile), handoff["base"], handoff["byte"] * profile.kv_token_bytes, travel_s,
-            (router["request"], router["token"]), (worker["request"], worker["token"]),
+            (router["request"], router["token"]), (worker["request"], worker["token"]), (worker["lend"], worker["fetch"]),
             None if decode is None else ProfiledPace(decode),
         )  # fmt: skip
 
@@ -299,7 +300,10 @@ class ModelledWorkers:
         while not await here.engine.reserve(seq):
             await asyncio.sleep(ROOM_POLL_S)
         moved = len(seq.tokens) - 1 - seq.computed
-        await asyncio.sleep(self._times.handoff_s + moved * self._times.handoff_token_s)
+        work = self._times.handoff_work
+        for seconds in work:
+            await self._fleet.cores.work(seconds)
+        await asyncio.sleep(max(0.0, self._times.handoff_s + moved * self._times.handoff_token_s - sum(work)))
         await here.engine.adopt(seq, len(seq.tokens) - 1, None, forks)
         self._end(handle)
 

@@ -14,6 +14,7 @@ from baton.plan import pools
 from baton.plan.hardware import DEVICES
 from baton.plan.pools import WorkerKind, sized
 from baton.plan.shape import KNOWN
+from baton.predict.crowding import COMPARED, LoadedRun, crowding_of
 from baton.predict.measure import QUICK, Measurements, Rows, Unlike, profile_of
 from baton.predict.predict import Offer, doubts, interval, predict, run
 from baton.predict.report import offer_of
@@ -107,10 +108,10 @@ def test_what_was_not_measured_is_said_first() -> None:
 
 def test_a_model_that_was_not_measured_is_said_where_it_would_count() -> None:
     alone = replace(PROFILE, models={name: PROFILE.models[name] for name in ("step", "router", "client")})
-    assert alone.unmeasured == ("handoff", "worker", "path", "start", "sharing")
+    assert alone.unmeasured == ("handoff", "worker", "path", "start", "sharing", "crowding")
     assert doubts(setting_of(config(0, 1), alone), alone, offer()) == ()
     (told,) = doubts(setting_of(config(1, 1), alone, cores=2), alone, offer())
-    assert told == "not measured, and so without a time: handoff, sharing"
+    assert told == "not measured, and so without a time: handoff, sharing, crowding"
     assert Profile.read(alone.plain()) == alone
 
 
@@ -165,7 +166,8 @@ def test_the_fits_find_what_made_the_measurements() -> None:
     )
     found.unlike = [Unlike(0.125, 0.0053, 20), Unlike(0.08, 0.003, 20)]
     costs: Rows = [({"request": float(r), "token": float(t)}, 1e-3 * r + 1e-4 * t) for r, t in ((20, 40), (20, 800), (9, 9))]
-    found.rows = {"step": found_rows(), "router": [*costs], "worker": [*costs], "client": [*costs]}
+    handoffs: Rows = [({"request": 20.0, "token": 20.0, "lend": 20.0}, 0.05), ({"request": 20.0, "token": 40.0, "fetch": 20.0}, 0.064)]
+    found.rows = {"step": found_rows(), "router": [*costs], "worker": [*costs, *handoffs], "client": [*costs]}
     decode = {context: step_seconds(TRUE, "sum", Work(decodes=1, context=context)) for context in (64, 256, 1024)}
     found.handoffs = [(context, 6144 * context, decode[context] + 0.004 + 6144e-9 * context) for context in decode]
     profile = profile_of(found, "m", {"threads": 1}, QUICK, 512)
@@ -174,12 +176,29 @@ def test_the_fits_find_what_made_the_measurements() -> None:
     assert profile.values("handoff") == pytest.approx({"base": 0.004, "byte": 1e-9}, rel=0.02)
     assert profile.values("path")["request"] == pytest.approx(0.01 - 3 * 1.1e-3, rel=0.1), "less what is computed on the way"
     assert profile.kv_token_bytes == 6144
+    assert profile.values("worker") == pytest.approx({"request": 1e-3, "token": 1e-4, "lend": 1.4e-3, "fetch": 2e-3}, rel=0.01)
     # Less 10 ms of path, and 0.1 ms of each of three processes. One that is faster beside the other is as fast as alone.
     sharing = {"pair": (7 / 9 + 8 / 9) / 2, "decode": 0.9, "prompt_beside": (75 / 112 + 1) / 2, "decode_beside": 0.9}
     assert profile.values("sharing") == pytest.approx(sharing, rel=0.01)
     assert len(profile.models["sharing"].draws) == 8 and all(
         0 < pace <= 1 for draw in profile.models["sharing"].draws for pace in draw.values()
     )
+
+
+def test_crowding_is_found_by_the_loads_that_it_slowed() -> None:
+    """Of loads whose times the simulator itself has made, with numbers that nobody tells."""
+    crowded = replace(PROFILE, models={**PROFILE.models, "crowding": Fitted({"prompt": 0.5, "decode": 0.25})})
+    runs = []
+    for prefill, decode in ((1, 1), (0, 2)):
+        settings = {"prefill.replicas": str(prefill), "decode.replicas": str(decode), "router.bypass_tokens": "0"}
+        load = offer(14.0, 4.0)
+        told = predict(setting_of(config(prefill, decode, router={"bypass_tokens": 0}), crowded, cores=2), crowded, load, SLO, draws=0)
+        runs.append(LoadedRun(settings, load, {name: told.figures[name].value for name in COMPARED}))
+    found = crowding_of(PROFILE, runs, cores=2)
+    assert found.values == pytest.approx({"prompt": 0.5, "decode": 0.25}, rel=0.2) and found.error < 0.02
+    assert all(0 < value <= 1 for draw in found.draws for value in draw.values())
+    halved = replace(runs[0], measured={name: value / 2 for name, value in runs[0].measured.items()})
+    assert crowding_of(PROFILE, [halved], cores=2).error > 0.3, "what no crowding explains is told as an error"
 
 
 def found_rows() -> Rows:

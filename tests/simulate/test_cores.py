@@ -40,13 +40,14 @@ def test_a_short_job_that_comes_later_slows_the_others_while_it_lasts() -> None:
         ([("prompt", 4), ("prompt", 3)], [4.75, 3.75]),  # the last second alone
         ([("decode", 4), ("decode", 3)], [7, 6]),
         ([("prompt", 4), ("decode", 3)], [4 / 0.6, 7]),  # the decode's last third of a second alone
-        ([("decode", 4), ("other", 3)], [4, 3]),
-        ([("decode", 2), ("prompt", 100), ("other", 100)], [2 / 0.7 * 1.5]),  # two of three run: it is beside either as often as the other
+        ([("decode", 4), ("other", 3)], [5.5, 3]),  # three seconds at half of its speed
+        ([("prompt", 4), ("other", 4)], [4.4, 4]),
+        ([("decode", 2), ("prompt", 100), ("other", 100)], [2 / 0.45 * 1.5]),  # two of three run: it is beside either as often as the other
     ],
 )
 def test_how_fast_a_core_goes_depends_on_what_it_and_another_do(jobs: list[tuple[Kind, float]], ended: list[float]) -> None:
     async def main() -> list[float]:
-        cores, loop = Cores(2, Speeds(0.8, decode=0.5, prompt_beside=0.6, decode_beside=0.4)), asyncio.get_running_loop()
+        cores, loop = Cores(2, Speeds(0.8, 0.5, 0.6, 0.4, prompt_crowded=0.9, decode_crowded=0.5)), asyncio.get_running_loop()
 
         async def one(kind: Kind, seconds: float) -> float:
             await cores.work(seconds, kind)
