@@ -9,10 +9,15 @@ FIGURES = ("goodput (/s)", "TTFT P50 (ms)", "TTFT P99 (ms)", "TPOT P50 (ms)", "h
 
 
 def predictions() -> str:
-    """Relative errors of each figure, and what else is judged."""
-    judged = load("simulate")["judged"]
-    rows = [[name, str(row["cases"]), *(f"{row[key]:.1%}" for key in ("median", "p90", "worst"))] for name, row in judged["errors"].items()]
-    return markdown(["relative error of", "cases", "median", "P90", "worst"], rows)
+    """Relative errors of each figure, and how far two measurements of the same case are apart."""
+    judged, shares = load("simulate")["judged"], ("median", "p90", "worst")
+    rows = []
+    for name, row in judged["errors"].items():
+        apart = judged.get("apart", {}).get(name)
+        rows.append(
+            [name, str(row["cases"]), *(f"{row[key]:.1%}" for key in shares), *(f"{apart[key]:.1%}" if apart else "" for key in shares)]
+        )
+    return markdown(["relative error of", "cases", "median", "P90", "worst", "two measurements apart: median", "P90", "worst"], rows)
 
 
 def predicted() -> str:
