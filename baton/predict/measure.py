@@ -4,6 +4,7 @@
                 contexts; prompts among decodes. Each time is a sum of steps, so all go into one fit.
     split       one prefill and one decode worker: handoffs, by the bytes of their KV
     pair        two workers that do both, alone and at once: how two busy cores slow each other, by what each of them does
+    guesses     one worker that does both and guesses, if the configuration says so (`baton.predict.measure_guesses`); the others do not
 
 Each needs as many cores or GPUs as it has workers, and may be left out: the profile then has no model of what it would have told, and says
 so. Processor time of router, workers and this process is what the system has counted, less what they use at rest. The machine must do
@@ -22,11 +23,13 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
+from baton.answer import Token
 from baton.client import AsyncClient, Result
+from baton.predict.measure_guesses import GUESSES, GuessAmount, HeardGuesses, measure_guesses, with_guesses, without_guesses
 from baton.profile.file import Profile
 from baton.profile.fit import fit
 from baton.profile.models import NUMBERS, Fitted, Work, step_seconds, works_of_prompt
@@ -34,7 +37,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from loadtest.campaign import this_machine
 from loadtest.cluster import RunningCluster
 
-ARRANGEMENTS = ("colocated", "split", "pair")
+ARRANGEMENTS = ("colocated", "split", "pair", "guesses")
 Rows = list[tuple[Mapping[str, float], float]]
 STEP = ("path", "step", "tokens", "pairs", "decodes", "context", "mixed")
 FIRST_ID, VOCAB = 10, 256
@@ -58,17 +61,20 @@ class Amount:
     tokens: int = 48  # of a batch that decodes
     repeats: int = 4
     requests: int = 60  # of one measurement of processor time
+    guesses: GuessAmount = GUESSES
 
 
-QUICK = Amount((64, 256, 768), (0.0, 0.5), (1, 4, 8), (32, 512), (4,), 24, 2, 20)
+QUICK = Amount((64, 256, 768), (0.0, 0.5), (1, 4, 8), (32, 512), (4,), 24, 2, 20, GuessAmount(answers=8))
 Note = Callable[[str], None]
 
 
 @dataclass(slots=True)
 class Heard:
-    """One answer: seconds from its request to each token."""
+    """One answer: when it was asked for, and seconds from then to each token."""
 
+    began: float
     times: list[float]
+    tokens: list[Token]
     result: Result
 
 
@@ -82,15 +88,17 @@ class Asker:
     def prompt(self, tokens: int) -> list[int]:
         return [self.rng.randrange(FIRST_ID, VOCAB) for _ in range(tokens)]
 
-    async def ask(self, prompt: Sequence[int], tokens: int, on_first: Callable[[], None] = lambda: None) -> Heard:
-        began, times = time.perf_counter(), list[float]()
-        options = {"token_ids": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "timeout_s": TIMEOUT_S}
-        async with self.client.generate(**options) as stream:  # type: ignore[arg-type]
-            async for _ in stream:
+    async def ask(self, prompt: Sequence[int], tokens: int, on_first: Callable[[], None] = lambda: None, **how: Any) -> Heard:
+        """`how`: further arguments of the client."""
+        began, times, told = time.perf_counter(), list[float](), list[Token]()
+        options: dict[str, Any] = {"token_ids": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, **how}
+        async with self.client.generate(timeout_s=TIMEOUT_S, **options) as stream:
+            async for token in stream:
                 times.append(time.perf_counter() - began)
+                told.append(token)
                 if len(times) == 1:
                     on_first()
-            return Heard(times, stream.result)
+            return Heard(began, times, told, stream.result)
 
     async def ask_alone(self, prompt: Sequence[int], tokens: int) -> Heard:
         """Asks after a pause."""
@@ -154,6 +162,7 @@ class Measurements:
     paces: list[tuple[float, float]] = field(default_factory=list)  # seconds of a token: alone, and while the other worker decodes, too
     unlike: list[Unlike] = field(default_factory=list)
     facts: dict[str, int] = field(default_factory=dict)
+    guesses: HeardGuesses | None = None
 
 
 async def measure(
@@ -165,18 +174,19 @@ async def measure(
         raise ValueError(f"arrangements: {unknown[0]} is none of {', '.join(ARRANGEMENTS)}")
     if "colocated" not in only:
         raise ValueError("arrangements: colocated is missing: it is what tells how long steps take")
-    found = Measurements()
+    found, guesses = Measurements(), settings.get("engine.speculation", "none") != "none"
     arrangements: tuple[tuple[str, int, int, Callable[[Asker, Processes], Awaitable[None]]], ...] = (
         ("colocated", 0, 1, lambda asker, processes: _colocated(found, asker, processes, amount, chunk)),
         ("split", 1, 1, lambda asker, processes: _split(found, asker, processes, amount, chunk)),
         ("pair", 0, 2, lambda asker, processes: _pair(found, asker, amount)),
+        ("guesses", 0, 1, lambda asker, processes: _guesses(found, asker, amount, int(settings.get("engine.speculation_tokens", 8)))),
     )
     for name, prefill, decode, work in arrangements:
-        if name not in only:
+        if name not in only or (name == "guesses" and not guesses):
             continue
         note(f"{name}: {prefill} prefill and {decode} decode workers")
         sizes = {"prefill.replicas": str(prefill), "decode.replicas": str(decode), "router.bypass_tokens": "0"}
-        async with _running({**settings, **sizes}, found) as (asker, processes):
+        async with _running({**(settings if name == "guesses" else without_guesses(settings)), **sizes}, found) as (asker, processes):
             await work(asker, processes)
     return found
 
@@ -223,6 +233,11 @@ async def _split(found: Measurements, asker: Asker, processes: Processes, amount
             found.rows["step"].append((_first(works_of_prompt(tokens, 0, chunk)), heard.times[0]))
             found.handoffs.append((tokens, int(heard.result.handoff["bytes"]), heard.times[1] - heard.times[0]))
     await _costs(found, asker, processes, amount, calls=2)
+
+
+async def _guesses(found: Measurements, asker: Asker, amount: Amount, most: int) -> None:
+    """`most`: guesses of a sequence in a step."""
+    found.guesses = await measure_guesses(asker, amount.guesses, most)
 
 
 async def _prompts(rows: Rows, asker: Asker, amount: Amount, chunk: int) -> None:
@@ -400,12 +415,15 @@ def profile_of(found: Measurements, model: str, engine: Mapping[str, object], am
         models["start"] = Fitted({"base": median(found.starts)}, (), 0.1, len(found.starts), "from `baton up` to the first answer")
     if found.prompts:
         models["sharing"] = _sharing(found, whole.values["path"], sum(costs[name].values["token"] for name in costs))
+    if found.guesses is not None:
+        models = with_guesses(models, found.guesses)
     region = {
         "prompt tokens": (1.0, float(amount.prompts[-1])),
         "output tokens": (1.0, 160.0),
         "prefill workers": (0.0, workers if found.handoffs else 0.0),
         "decode workers": (1.0, workers),
         "tokens a step": (64.0, float(chunk)),
+        **({} if found.guesses is None else {"guesses a step": (1.0, float(found.guesses.most))}),
     }
     cores = f"{machine['processor']}, {machine['cores']} cores"
     about = {"commit": _commit(), "when": str(machine["when"]), "load": machine["load_before"]}

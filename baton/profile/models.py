@@ -1,6 +1,7 @@
 """The models of a profile: which numbers each has, and what follows from them. All times are seconds.
 
-    step      of an engine, from what it computes (`Work`)
+    step      of an engine, from what it computes (`Work`); guess for each guess that it verifies, draft for each place of a draft
+    guesses   no time, but chances: see `baton.simulate.guesses`
     handoff   KV from a prefill worker to a decode worker: base + byte * bytes
     router    processor time of the router: request + token * output tokens
     worker    processor time of a worker beside its steps, in its event loop: request + token * output tokens
@@ -25,7 +26,7 @@ Form = Literal["sum", "roof"]
 PAIR = ("request", "token")
 # The numbers of each model. Those of a step's `Work` have its names; `read` is time of memory, where the form is a roof.
 NUMBERS: Mapping[str, tuple[str, ...]] = {
-    "step": ("step", "read", "tokens", "pairs", "decodes", "context", "mixed"),
+    "step": ("step", "read", "tokens", "pairs", "decodes", "context", "mixed", "guess", "draft"),
     "handoff": ("base", "byte"),
     "router": PAIR,
     "worker": PAIR,
@@ -33,7 +34,9 @@ NUMBERS: Mapping[str, tuple[str, ...]] = {
     "path": ("request",),
     "start": ("base",),
     "sharing": ("pair", "decode", "prompt_beside", "decode_beside"),
+    "guesses": ("answers", "first", "further"),
 }
+CHANCES = ("guesses",)  # models whose numbers are no times
 
 
 class Work(NamedTuple):
@@ -41,8 +44,10 @@ class Work(NamedTuple):
 
     tokens: int = 0  # of prompts
     pairs: float = 0.0  # of a token of a prompt with itself or one before it
-    decodes: int = 0  # sequences that decode; each guess counts as another
+    decodes: int = 0  # sequences that decode
     context: int = 0  # tokens before those
+    guesses: int = 0  # that are verified beside them
+    drafts: int = 0  # of those, of the sequence with the most: who drafts does so in so many steps of its own
 
     @property
     def mixed(self) -> bool:
@@ -56,11 +61,14 @@ def pairs_of(tokens: int, cached: int) -> float:
 
 
 def step_seconds(numbers: Mapping[str, float], form: Form, work: Work) -> float:
-    tokens, pairs, decodes, context = work
-    mixed = numbers["mixed"] if tokens and decodes else 0.0
+    tokens, pairs, decodes, context, guesses, drafts = work
+    apart = numbers["mixed"] if tokens and decodes else 0.0  # what nothing else hides
     rows = numbers["tokens"] * tokens + numbers["decodes"] * decodes + numbers["pairs"] * pairs
     read = numbers["read"] + numbers["context"] * context
-    return numbers["step"] + mixed + (rows + read if form == "sum" else max(rows, read))
+    if guesses:
+        rows += numbers["guess"] * guesses
+        apart += numbers["draft"] * drafts
+    return numbers["step"] + apart + (rows + read if form == "sum" else max(rows, read))
 
 
 def decode_seconds(numbers: Mapping[str, float], form: Form, decodes: int, context: int, steps: int) -> list[float]:

@@ -1,0 +1,135 @@
+"""Guesses in simulated engines. How many a step gets decide the engine's own `Paced` and `Chosen`; what a guess is worth and takes is a
+model.
+
+A modelled token is its position, so who knows the sequence knows what is right. Whether a guess is right is a property of the text, not of
+who asks for how many: at each position of an output the method guesses right, guesses wrong, or has no answer, as in a Markov chain:
+
+    after a right guess      the next one is right with the chance `further`, else wrong
+    after any other          there is an answer with the chance `answers`, and it is right with the chance `first`
+
+An output begins as after a wrong one. So right guesses come in runs, as where a text repeats itself, and some answers have more of them
+than others. Which position is which follows from the prompt alone: an answer is the same wherever, and however often, it is computed.
+"""
+
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from enum import Enum
+from hashlib import blake2b
+from itertools import accumulate
+
+from baton.engine.core.drafting import Chosen, Drafter, DraftRequest, Paced
+from baton.engine.core.sequence import Sequence
+from baton.engine.core.step_costs import Drafting, Line, Upkeep
+from baton.profile.models import Work
+from baton.simulate.jumps import VOCABULARY
+
+LEAST_S = 1e-9  # of a step
+ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)  # of the steps whose times `Paced` knows
+FAR = 1024  # tokens of a context whose price is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class GuessChances:
+    """See above. Raises ValueError for what is no chance."""
+
+    answers: float = 1.0
+    first: float = 0.0
+    further: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is no chance")
+
+
+class Guess(Enum):
+    RIGHT, WRONG, NONE = range(3)
+
+
+class GuessedText:
+    """One output, as it is guessed."""
+
+    def __init__(self, prompt: Seq[int], chances: GuessChances) -> None:
+        self._chances = chances
+        self._key = blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
+        self._next, self._last = len(prompt), Guess.WRONG  # the first position that is not known, and what the one before it is
+        self._ahead: list[Guess] = []  # those before `_next`, as far as they have been asked for and not passed
+
+    def at(self, start: int, count: int) -> list[Guess]:
+        """What is guessed at so many positions from `start` on, of which no later call asks for an earlier one."""
+        del self._ahead[: max(0, len(self._ahead) - (self._next - start))]
+        while self._next < start + count:
+            self._last = self._drawn()
+            self._next += 1
+            if self._next > start:
+                self._ahead.append(self._last)
+        return self._ahead[:count]
+
+    def _drawn(self) -> Guess:
+        drawn, chances = self._chance(), self._chances
+        if self._last is Guess.RIGHT:
+            return Guess.RIGHT if drawn < chances.further else Guess.WRONG
+        if drawn >= chances.answers:
+            return Guess.NONE
+        return Guess.RIGHT if drawn < chances.answers * chances.first else Guess.WRONG
+
+    def _chance(self) -> float:
+        digest = blake2b(self._next.to_bytes(8, "big"), digest_size=8, key=self._key).digest()
+        return int.from_bytes(digest, "big") / (1 << 64)
+
+
+class ModelledDrafter(Drafter):
+    """Always as many guesses as it is asked for, or none."""
+
+    def __init__(self, name: str, chances: GuessChances, draft_s: float) -> None:
+        """`draft_s`: seconds for each place of a draft, for all sequences together."""
+        self.name, self._chances, self._draft_s = name, chances, draft_s
+        self._texts: dict[Sequence, GuessedText] = {}
+
+    @property
+    def remembered(self) -> int:
+        return len(self._texts)
+
+    def propose(self, asks: Seq[DraftRequest]) -> list[Seq[int]]:
+        return [self._guesses(ask.seq, ask.most) for ask in asks]
+
+    def drafting(self, sequences: int) -> Drafting:
+        return Drafting(guess=self._draft_s / sequences)
+
+    def forget(self, seq: Sequence) -> None:
+        self._texts.pop(seq, None)
+
+    def _guesses(self, seq: Sequence, most: int) -> list[int]:
+        if (text := self._texts.get(seq)) is None:
+            text = self._texts[seq] = GuessedText(seq.tokens[: seq.prompt_len], self._chances)
+        found, start = text.at(len(seq.tokens), most), len(seq.tokens)
+        if found[0] is Guess.NONE:
+            return []
+        return [(start + i + (each is not Guess.RIGHT)) % VOCABULARY for i, each in enumerate(found)]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrices:
+    """What `Paced` knows of steps: what those of a modelled runner take, as a worker's own measurement would find it."""
+
+    step: Line
+    upkeep: Upkeep
+    draft_s: float
+
+    @classmethod
+    def of(cls, pace: Callable[[Work], float]) -> "StepPrices":
+        alone, two = pace(Work(decodes=1)), pace(Work(decodes=1, guesses=1))
+        sequence = max(0.0, pace(Work(decodes=2)) - two)  # more than one of its rows takes
+        seconds = accumulate((max(LEAST_S, pace(Work(decodes=1, guesses=rows - 1)) - sequence) for rows in ROWS), max)
+        token = max(0.0, pace(Work(decodes=1, context=FAR)) - alone) / FAR
+        draft_s = max(0.0, pace(Work(decodes=1, guesses=1, drafts=1)) - two)
+        return cls(Line(tuple(zip(ROWS, seconds, strict=True))), Upkeep(sequence, token), draft_s)
+
+
+def drafter_of(method: str, bound: int, chances: GuessChances, pace: Callable[[Work], float]) -> Drafter:
+    """Who guesses in an engine whose steps take what `pace` says; `bound`: guesses of a sequence in a step, at most."""
+    prices = StepPrices.of(pace)
+    modelled = ModelledDrafter(method, chances, prices.draft_s)
+    return Chosen({method: Paced(modelled, bound, prices.step, upkeep=prices.upkeep)}, method, bound)
