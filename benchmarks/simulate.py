@@ -1,6 +1,6 @@
 """The simulator against real clusters: profiles fitted first, then 28 configurations that were not fitted, measured and predicted.
 
-    python benchmarks/simulate.py [--quick] [--models tale,30m] [--seconds 30] [--json FILE] [--profiles FOLDER]
+    python benchmarks/simulate.py [--quick] [--models tale,30m] [--cases abcdefg] [--seconds 30] [--json FILE] [--profiles FOLDER]
 
 Two models: `tale`, and an untrained one of 30 M parameters. Each gets a profile of its own (`baton.predict.measure`). The cases differ in
 mix, rate, split, chunk, bypass, prefix share, memory for KV and guesses; each is a real cluster (router, workers, Redis and the load
@@ -212,7 +212,8 @@ async def run(options: argparse.Namespace, folder: Path) -> list[Outcome]:
         for part, fitted in profile.models.items():
             values = ", ".join(f"{key} {value:.3g}" for key, value in fitted.values.items())
             print(f"  {name} {part}: {values}; error {fitted.error:.1%}, {fitted.rows} rows", flush=True)
-        async for outcome in run_model(name, model, CASES[:4] if options.quick else CASES, profile, options.seconds):
+        cases = [case for case in CASES if case.name[0] in (options.cases or ("ab" if options.quick else case.name[0]))]
+        async for outcome in run_model(name, model, cases, profile, options.seconds):
             outcomes.append(outcome)
             show(outcome)
             if options.json:
@@ -225,6 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--models", default="tale,30m")
+    parser.add_argument("--cases", default="", help="letters of cases; all if there are none, and a and b with --quick")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each run")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profiles", type=Path, help="profiles that are used if they are there, and else written")

@@ -23,6 +23,8 @@ def with_guesses(sizes: Sizes, config: Config, profile: Profile, batch_tokens: i
     found = [f"guesses are as often right as in {profile.models['guesses'].source}: other texts have others"]
     if "guess" not in profile.models["step"].values:
         found.append("not measured, and so without a time: what a guess takes")
+    if method in ("draft", "heads"):
+        found.append(f"engine.speculation {method}: what the draft keeps beside the KV takes no time in a handoff")
     if engine.speculation_branches > 1:
         found.append(f"engine.speculation_branches {engine.speculation_branches}: second choices are not simulated")
     return replace(sizes, speculation=method, speculation_tokens=engine.speculation_tokens, speculation_batch_tokens=batch_tokens), found
@@ -37,6 +39,6 @@ def assumed(profile: Profile, acceptance: float, cost: float) -> Profile:
     def guessing(values: Mapping[str, float]) -> dict[str, float]:
         return {"guess": values.get("decodes", 0.0), **values, "draft": cost * alone}
 
-    guesses = Fitted({"answers": 1.0, "first": acceptance, "further": acceptance}, source="an assumption")
+    guesses = Fitted({"answers": 1.0, "half": 0.0, "first": acceptance, "further": acceptance}, source="an assumption")
     step = replace(step, values=guessing(step.values), draws=tuple(guessing(draw) for draw in step.draws))
     return replace(profile, models={**profile.models, "step": step, "guesses": guesses})

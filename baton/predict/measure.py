@@ -70,9 +70,8 @@ Note = Callable[[str], None]
 
 @dataclass(slots=True)
 class Heard:
-    """One answer: when it was asked for, and seconds from then to each token."""
+    """One answer: seconds from its request to each token."""
 
-    began: float
     times: list[float]
     tokens: list[Token]
     result: Result
@@ -98,7 +97,7 @@ class Asker:
                 told.append(token)
                 if len(times) == 1:
                     on_first()
-            return Heard(began, times, told, stream.result)
+            return Heard(times, told, stream.result)
 
     async def ask_alone(self, prompt: Sequence[int], tokens: int) -> Heard:
         """Asks after a pause."""
@@ -113,6 +112,7 @@ class Processes:
     router: int
     workers: list[int]
     facts: dict[str, int]
+    gpus: bool = False
 
     @classmethod
     def of(cls, admin: str) -> "Processes":
@@ -120,7 +120,16 @@ class Processes:
             told = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
         records = [worker.record for worker in told.workers]
         names = ("block_size", "max_model_len", "kv_blocks", "max_num_seqs")
-        return cls(told.router.pid, [record.pid for record in records], {name: int(getattr(records[0], name)) for name in names})
+        return cls(
+            told.router.pid,
+            [record.pid for record in records],
+            {name: int(getattr(records[0], name)) for name in names},
+            bool(records[0].gpus),
+        )
+
+    def engine(self) -> float:
+        """Processor seconds of the first worker's engine so far: of the thread that has used the most."""
+        return max(_threads(self.workers[0]))
 
     def used(self) -> dict[str, float]:
         """Processor seconds so far. A worker's engine is the thread that has used the most, and does not count."""
@@ -179,7 +188,7 @@ async def measure(
         ("colocated", 0, 1, lambda asker, processes: _colocated(found, asker, processes, amount, chunk)),
         ("split", 1, 1, lambda asker, processes: _split(found, asker, processes, amount, chunk)),
         ("pair", 0, 2, lambda asker, processes: _pair(found, asker, amount)),
-        ("guesses", 0, 1, lambda asker, processes: _guesses(found, asker, amount, int(settings.get("engine.speculation_tokens", 8)))),
+        ("guesses", 0, 1, lambda asker, processes: _guesses(found, asker, processes, amount, settings)),
     )
     for name, prefill, decode, work in arrangements:
         if name not in only or (name == "guesses" and not guesses):
@@ -235,9 +244,11 @@ async def _split(found: Measurements, asker: Asker, processes: Processes, amount
     await _costs(found, asker, processes, amount, calls=2)
 
 
-async def _guesses(found: Measurements, asker: Asker, amount: Amount, most: int) -> None:
-    """`most`: guesses of a sequence in a step."""
-    found.guesses = await measure_guesses(asker, amount.guesses, most)
+async def _guesses(found: Measurements, asker: Asker, processes: Processes, amount: Amount, settings: Mapping[str, str]) -> None:
+    alone = settings.get("engine.threads") == "1" and not processes.gpus
+    clock = processes.engine if alone else time.perf_counter
+    method, most = settings["engine.speculation"], int(settings.get("engine.speculation_tokens", 8))
+    found.guesses = await measure_guesses(asker, amount.guesses, method, most, clock)
 
 
 async def _prompts(rows: Rows, asker: Asker, amount: Amount, chunk: int) -> None:

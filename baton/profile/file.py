@@ -78,7 +78,7 @@ class Profile:
     @property
     def unmeasured(self) -> tuple[str, ...]:
         """Names of the models that it does not have: what they would tell takes no time."""
-        return tuple(name for name in NUMBERS if name not in self.models and name not in CHANCES)
+        return tuple(name for name in NUMBERS if name not in self.models and name != "guesses")
 
     def plain(self) -> dict[str, Any]:
         """What a file of it contains, as `read` takes it."""
@@ -148,7 +148,7 @@ def _numbers(model: str, told: Mapping[str, Any]) -> dict[str, float]:
             raise ValueError(f"models.{model}.{name}: is none of {', '.join(NUMBERS[model])}")
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"models.{model}.{name}: {value!r} is not a finite number from 0 on")
-        if model in CHANCES and value > 1:
+        if name in CHANCES and value > 1:
             raise ValueError(f"models.{model}.{name}: {value!r} is a chance, and above 1")
     return values
 

@@ -1,7 +1,8 @@
 """The models of a profile: which numbers each has, and what follows from them. All times are seconds.
 
-    step      of an engine, from what it computes (`Work`); guess for each guess that it verifies, draft for each place of a draft
-    guesses   no time, but chances: see `baton.simulate.guesses`
+    step      of an engine, from what it computes (`Work`); guess for each guess that it verifies, guess_context for each token before
+              one, draft for each place of a draft
+    guesses   no times, but chances, and tokens: see `baton.simulate.guesses`
     handoff   KV from a prefill worker to a decode worker: base + byte * bytes
     router    processor time of the router: request + token * output tokens
     worker    processor time of a worker beside its steps, in its event loop: request + token * output tokens
@@ -26,7 +27,7 @@ Form = Literal["sum", "roof"]
 PAIR = ("request", "token")
 # The numbers of each model. Those of a step's `Work` have its names; `read` is time of memory, where the form is a roof.
 NUMBERS: Mapping[str, tuple[str, ...]] = {
-    "step": ("step", "read", "tokens", "pairs", "decodes", "context", "mixed", "guess", "draft"),
+    "step": ("step", "read", "tokens", "pairs", "decodes", "context", "mixed", "guess", "guess_context", "draft"),
     "handoff": ("base", "byte"),
     "router": PAIR,
     "worker": PAIR,
@@ -34,9 +35,9 @@ NUMBERS: Mapping[str, tuple[str, ...]] = {
     "path": ("request",),
     "start": ("base",),
     "sharing": ("pair", "decode", "prompt_beside", "decode_beside"),
-    "guesses": ("answers", "first", "further"),
+    "guesses": ("answers", "half", "first", "further"),
 }
-CHANCES = ("guesses",)  # models whose numbers are no times
+CHANCES = ("answers", "first", "further")
 
 
 class Work(NamedTuple):
@@ -47,6 +48,7 @@ class Work(NamedTuple):
     decodes: int = 0  # sequences that decode
     context: int = 0  # tokens before those
     guesses: int = 0  # that are verified beside them
+    guess_context: int = 0  # tokens before those
     drafts: int = 0  # of those, of the sequence with the most: who drafts does so in so many steps of its own
 
     @property
@@ -61,12 +63,12 @@ def pairs_of(tokens: int, cached: int) -> float:
 
 
 def step_seconds(numbers: Mapping[str, float], form: Form, work: Work) -> float:
-    tokens, pairs, decodes, context, guesses, drafts = work
+    tokens, pairs, decodes, context, guesses, guess_context, drafts = work
     apart = numbers["mixed"] if tokens and decodes else 0.0  # what nothing else hides
     rows = numbers["tokens"] * tokens + numbers["decodes"] * decodes + numbers["pairs"] * pairs
     read = numbers["read"] + numbers["context"] * context
     if guesses:
-        rows += numbers["guess"] * guesses
+        rows += numbers["guess"] * guesses + numbers["guess_context"] * guess_context
         apart += numbers["draft"] * drafts
     return numbers["step"] + apart + (rows + read if form == "sum" else max(rows, read))
 

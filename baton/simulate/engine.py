@@ -43,19 +43,21 @@ class StepPace:
 
 def work_of(batch: Seq[Chunk]) -> Work:
     """What a step with these chunks computes."""
-    tokens = decodes = context = guesses = drafts = 0
+    tokens = decodes = context = guesses = guess_context = drafts = 0
     pairs = 0.0
     for chunk in batch:
         seq = chunk.seq
         if seq.decoding:
             decodes += 1
             context += seq.computed
-            guesses += chunk.guesses
-            drafts = max(drafts, chunk.guesses)
+            if chunk.drafts:
+                guesses += chunk.guesses
+                guess_context += chunk.guesses * seq.computed
+                drafts = max(drafts, chunk.guesses)
         else:
             tokens += chunk.n
             pairs += pairs_of(chunk.n, seq.computed)
-    return Work(tokens, pairs, decodes, context, guesses, drafts)
+    return Work(tokens, pairs, decodes, context, guesses, guess_context, drafts)
 
 
 def sampled(chunk: Chunk) -> Tokens:

@@ -5,12 +5,15 @@ A modelled token is its position, so who knows the sequence knows what is right.
 who asks for how many: at each position of an output the method guesses right, guesses wrong, or has no answer, as in a Markov chain:
 
     after a right guess      the next one is right with the chance `further`, else wrong
-    after any other          there is an answer with the chance `answers`, and it is right with the chance `first`
+    after any other          there is an answer with the chance `answers` n / (n + `half`), where the output has n tokens, and it is right
+                             with the chance `first`
 
-An output begins as after a wrong one. So right guesses come in runs, as where a text repeats itself, and some answers have more of them
-than others. Which position is which follows from the prompt alone: an answer is the same wherever, and however often, it is computed.
+What looks for an answer in what was said before finds more of them the more that is: `half` tokens have half of the answers. An output
+begins as after a wrong guess. So right ones come in runs, as where a text repeats itself, and some answers have more of them than others.
+Which position is which follows from the prompt alone: an answer is the same wherever, and however often, it is computed.
 """
 
+import math
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -20,9 +23,11 @@ from hashlib import blake2b
 from itertools import accumulate
 
 from baton.engine.core.drafting import Chosen, Drafter, DraftRequest, Paced
+from baton.engine.core.prompt_lookup import PromptLookup
+from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.step_costs import Drafting, Line, Upkeep
-from baton.profile.models import Work
+from baton.profile.models import CHANCES, Work
 from baton.simulate.jumps import VOCABULARY
 
 LEAST_S = 1e-9  # of a step
@@ -35,13 +40,25 @@ class GuessChances:
     """See above. Raises ValueError for what is no chance."""
 
     answers: float = 1.0
+    half: float = 0.0  # tokens
     first: float = 0.0
     further: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in CHANCES:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is no chance")
+        if not 0 <= self.half < math.inf:
+            raise ValueError(f"half: {self.half!r} is no number of tokens")
+
+    def answers_at(self, tokens: int) -> float:
+        """After so many of an output."""
+        return self.answers * share_of(tokens, self.half)
+
+
+def share_of(tokens: int, half: float) -> float:
+    """Of the answers that there are in the end."""
+    return tokens / (tokens + half) if half else 1.0
 
 
 class Guess(Enum):
@@ -52,7 +69,7 @@ class GuessedText:
     """One output, as it is guessed."""
 
     def __init__(self, prompt: Seq[int], chances: GuessChances) -> None:
-        self._chances = chances
+        self._chances, self._begin = chances, len(prompt)
         self._key = blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
         self._next, self._last = len(prompt), Guess.WRONG  # the first position that is not known, and what the one before it is
         self._ahead: list[Guess] = []  # those before `_next`, as far as they have been asked for and not passed
@@ -69,15 +86,27 @@ class GuessedText:
 
     def _drawn(self) -> Guess:
         drawn, chances = self._chance(), self._chances
+        answers = chances.answers_at(self._next - self._begin)
         if self._last is Guess.RIGHT:
             return Guess.RIGHT if drawn < chances.further else Guess.WRONG
-        if drawn >= chances.answers:
+        if drawn >= answers:
             return Guess.NONE
-        return Guess.RIGHT if drawn < chances.answers * chances.first else Guess.WRONG
+        return Guess.RIGHT if drawn < answers * chances.first else Guess.WRONG
 
     def _chance(self) -> float:
         digest = blake2b(self._next.to_bytes(8, "big"), digest_size=8, key=self._key).digest()
         return int.from_bytes(digest, "big") / (1 << 64)
+
+
+def looked_up(prompt: Seq[int], output: Seq[int]) -> list[Guess]:
+    """What the method prompt_lookup guesses at each position of an output from the second token on."""
+    lookup, found = PromptLookup(), list[Guess]()
+    seq = Sequence("", [*prompt, output[0]], len(prompt), SamplingParams(max_tokens=len(output)), b"")
+    for token in output[1:]:
+        (guess,) = lookup.propose([DraftRequest(seq, 1)])
+        found.append(Guess.NONE if not guess else Guess.RIGHT if guess[0] == token else Guess.WRONG)
+        seq.tokens.append(token)
+    return found
 
 
 class ModelledDrafter(Drafter):
@@ -124,8 +153,9 @@ class StepPrices:
         sequence = max(0.0, pace(Work(decodes=2)) - two)  # more than one of its rows takes
         seconds = accumulate((max(LEAST_S, pace(Work(decodes=1, guesses=rows - 1)) - sequence) for rows in ROWS), max)
         token = max(0.0, pace(Work(decodes=1, context=FAR)) - alone) / FAR
+        guess_token = max(0.0, pace(Work(decodes=1, guesses=1, guess_context=FAR)) - two) / FAR
         draft_s = max(0.0, pace(Work(decodes=1, guesses=1, drafts=1)) - two)
-        return cls(Line(tuple(zip(ROWS, seconds, strict=True))), Upkeep(sequence, token), draft_s)
+        return cls(Line(tuple(zip(ROWS, seconds, strict=True))), Upkeep(sequence, token, guess_token=guess_token), draft_s)
 
 
 def drafter_of(method: str, bound: int, chances: GuessChances, pace: Callable[[Work], float]) -> Drafter:

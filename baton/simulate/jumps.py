@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 from baton.engine.core.engine import Engine
 from baton.engine.core.sequence import Sequence
-from baton.engine.core.speculation import NONE
+from baton.engine.core.speculation import NONE, NOTHING_OFFERED
 
 VOCABULARY = 1 << 16
 IDS = tuple(range(VOCABULARY))  # one object for each token, however many sequences have it
@@ -54,7 +54,7 @@ def plain_steps(engine: Engine, most: int) -> int:
 def may_guess(engine: Engine) -> bool:
     """Whether a step in which the running sequences decode may have guesses."""
     running, offer = engine.scheduler.running, engine.drafter.offer
-    if len(running) >= engine.scheduler.limits.speculation_batch_tokens:
+    if offer is NOTHING_OFFERED or len(running) >= engine.scheduler.limits.speculation_batch_tokens:
         return False
     return any(offer.method_for(seq.params.speculation) != NONE for seq in running)
 

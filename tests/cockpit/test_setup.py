@@ -27,7 +27,7 @@ def test_guesses_are_said_to_be_assumed_and_are_as_they_were_set() -> None:
     assert off.doubts == ("nothing was measured: the profile is from the sheet h100",)
     assert on.doubts[:-1] == off.doubts and on.doubts[-1].startswith("guesses are assumed: 3 a step at most, each right with 0.8")
     assert (on.setting.sizes.speculation, on.setting.sizes.speculation_tokens) == ("draft", 3) and off.setting.sizes.speculation == "none"
-    assert on.times.guesses == GuessChances(1.0, 0.8, 0.8) and off.times.guesses is None
+    assert on.times.guesses == GuessChances(1.0, 0.0, 0.8, 0.8) and off.times.guesses is None
     plain = on.times.pace(Work(decodes=8))
     assert plain == off.times.pace(Work(decodes=8)), "a step without guesses takes what it took"
     drafts = on.times.pace(Work(decodes=8, guesses=24, drafts=3)) - on.times.pace(Work(decodes=8, guesses=24))

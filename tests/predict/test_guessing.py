@@ -1,9 +1,9 @@
 """Guesses in a profile: what was measured finds what made it, and a cluster that guesses is simulated by it, or said not to be."""
 
-import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,20 +16,31 @@ from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import NONE, Speculation
 from baton.predict.guessing import assumed
 from baton.predict.measure import Heard
-from baton.predict.measure_guesses import GuessAmount, GuessedStep, chances_of, measure_guesses, steps_of, with_guesses, without_guesses
+from baton.predict.measure_guesses import (
+    GuessAmount,
+    GuessedStep,
+    chances_of,
+    count_steps,
+    count_text,
+    measure_guesses,
+    steps_of,
+    with_guesses,
+    without_guesses,
+)
 from baton.predict.predict import Offer, Prediction, doubts, predict, run
 from baton.predict.report import offer_of
 from baton.predict.setting import setting_of
 from baton.profile.file import Profile
 from baton.profile.models import Fitted, Work, step_seconds
 from baton.simulate.engine import ModelledRunner
-from baton.simulate.guesses import GuessChances, drafter_of
+from baton.simulate.guesses import Guess, GuessChances, GuessedText, drafter_of
 from loadtest.plan import Workload
 from loadtest.slo import Slo
 from loadtest.window import Window
 
 STEP = {"step": 2e-3, "read": 0.0, "tokens": 5e-5, "pairs": 1e-8, "decodes": 3e-4, "context": 1e-7, "mixed": 0.0}
-PLANTED, CHANCES = {"guess": 1.5e-4, "draft": 1e-4}, {"answers": 0.4, "first": 0.5, "further": 0.9}
+PLANTED = {"guess": 1.5e-4, "guess_context": 5e-8, "draft": 1e-4}
+CHANCES = {"answers": 0.4, "half": 10.0, "first": 0.5, "further": 0.9}
 PROFILE = Profile(
     "measured", "a processor", "m", {"kv_blocks": 512, "speculation": "prompt_lookup"}, 6144.0, "sum",
     {"step": Fitted({**STEP, **PLANTED}), "guesses": Fitted(CHANCES, source="3 answers")}, {"guesses a step": (1.0, 8.0)},
@@ -38,55 +49,35 @@ SLO = Slo.parse("ttft=60ms,tpot=10ms")
 
 
 class SimulatedAsker:
-    """A `baton.predict.measure.Asker` of an engine that takes what a profile says, and guesses right as often as its chances say. Answers
-    that are asked for at the same time run in one batch."""
+    """A `baton.predict.measure.Asker` of an engine that takes what a profile says, and guesses right as often as its chances say. Those
+    `n` answers that are asked for together run in one batch."""
 
     def __init__(self, pace: Callable[[Work], float], chances: GuessChances, bound: int = 8) -> None:
         self._pace, self._chances, self._bound = pace, chances, bound
-        self._rng, self._number, self._now = random.Random(2), 0, 0.0
-        self._engine: Engine | None = None
-        self._heard: dict[str, tuple[list[Token], list[float]]] = {}
+        self._rng = random.Random(2)
+        self.spent = 0.0
 
     def prompt(self, tokens: int) -> list[int]:
         return [self._rng.randrange(10, 256) for _ in range(tokens)]
 
-    async def ask(self, prompt: list[int], tokens: int, **how: object) -> Heard:
-        self._number += 1
-        seq = self._sequence(prompt, tokens, how)
-        engine = self._engine = self._engine or self._made(bool(how.get("prediction")))
-        engine.add(seq)
-        self._heard[seq.id] = [], []
-        began = self._now
-        await asyncio.sleep(0)  # those that are asked together join
-        while self._engine is engine and not engine.idle:
-            self._step(engine)
-        self._engine = None
-        told, times = self._heard.pop(seq.id)
-        usage = Usage(len(prompt), len(told), 0)
-        result = Result("", "", tuple(token.id for token in told), (), "length", None, usage, {}, {}, {}, 0)
-        return Heard(began, [at - began for at in times], told, result)
-
-    def _sequence(self, prompt: list[int], tokens: int, how: dict[str, object]) -> Sequence:
-        asked = Speculation(**how.get("speculation", {}))  # type: ignore[arg-type]
-        return Sequence(str(self._number), list(prompt), len(prompt), SamplingParams(tokens, 0.0, speculation=asked), b"")
-
-    def _made(self, predicted: bool) -> Engine:
-        pace = self._pace
-        if predicted:  # what the client says takes nobody's time
-            pace = lambda work: self._pace(work._replace(drafts=0))  # noqa: E731
-        chances = GuessChances(1.0, 1.0, 1.0) if predicted else self._chances
-        drafter = drafter_of("prompt_lookup", self._bound, chances, pace)
-        return Engine(ModelledRunner(pace, 4096, 16, 1 << 14), Limits(), 1 << 14, drafter=drafter)
-
-    def _step(self, engine: Engine) -> None:
-        outputs = engine.step(self._now)
-        assert isinstance(engine.runner, ModelledRunner)
-        self._now += engine.runner.step_s
-        for output in outputs:
-            if output.sampled is not None:
-                told, times = self._heard[output.seq.id]
-                told.append(Token(len(told), output.sampled.token, "", guessed=output.guessed, rejected=output.rejected))
-                times.append(self._now)
+    async def ask(self, prompt: list[int], tokens: int, n: int = 1, prediction: object = None, **how: dict[str, Any]) -> Heard:
+        chances, pace = self._chances, self._pace
+        if prediction:  # what the client says is right, and takes nobody's time
+            chances, pace = GuessChances(1.0, 0.0, 1.0, 1.0), lambda work: self._pace(work._replace(drafts=0))
+        runner = ModelledRunner(pace, 4096, 16, 1 << 14)
+        engine = Engine(runner, Limits(), 1 << 14, drafter=drafter_of("draft", self._bound, chances, pace))
+        params = SamplingParams(tokens, 0.0, speculation=Speculation(**how.get("speculation", {})))
+        for choice in range(n):
+            engine.add(Sequence(str(choice), list(prompt), len(prompt), params, b""))
+        told = list[Token]()
+        while not engine.idle:
+            for output in engine.step():
+                if output.sampled is not None:
+                    marks = {"guessed": output.guessed, "rejected": output.rejected, "choice": int(output.seq.id)}
+                    told.append(Token(len(told), output.sampled.token, "", **marks))
+            self.spent += runner.step_s
+        ids = tuple(token.id for token in told if not token.choice)
+        return Heard([], told, Result("", "", ids, "length", None, Usage(len(prompt), tokens, 0), {}, {}, {}))
 
 
 def pace(work: Work) -> float:
@@ -94,31 +85,39 @@ def pace(work: Work) -> float:
 
 
 async def test_the_measurement_finds_what_made_it() -> None:
-    amount = GuessAmount(answers=150, tokens=160)
-    heard = await measure_guesses(SimulatedAsker(pace, GuessChances(**CHANCES)), amount, 8)  # type: ignore[arg-type]
+    """Of a method that has always an answer."""
+    sure = {"answers": 1.0, "half": 0.0, "first": 0.5, "further": 0.8}
+    asker, amount = SimulatedAsker(pace, GuessChances(**sure)), GuessAmount(answers=150)
+    heard = await measure_guesses(asker, amount, "draft", 8, lambda: asker.spent)  # type: ignore[arg-type]
     made = with_guesses({"step": Fitted(STEP, draws=(STEP,) * 16)}, heard)
     assert made["step"].values == pytest.approx({**STEP, **PLANTED}, rel=0.1)
-    assert made["guesses"].values == pytest.approx(CHANCES, rel=0.12)
-    for name, value in CHANCES.items():
-        drawn = sorted(draw[name] for draw in made["guesses"].draws)
-        assert drawn[0] < drawn[-1] and drawn[0] < 1.1 * value and drawn[-1] > 0.9 * value
-    assert "150 answers of 160 tokens to prompts of 64 random tokens" in made["guesses"].source and heard.most == 8
+    assert made["guesses"].values == pytest.approx(sure, rel=0.1) and made["guesses"].source.endswith("by draft")
+    drawn = sorted(draw["first"] for draw in made["guesses"].draws)
+    assert drawn[0] < 0.5 < drawn[-1], "the draws say how sure the number is"
+
+
+@pytest.mark.parametrize("half", [0.0, 64.0])
+def test_the_chances_of_texts_are_found(half: float) -> None:
+    chances = {"answers": 0.5, "half": half, "first": 0.5, "further": 0.9}
+    texts = [GuessedText([number], GuessChances(**chances)) for number in range(300)]
+    for text in texts:
+        text.at(1, 1)  # of the first token of the output, which nobody guesses
+    found = chances_of([count_text(text.at(2, 300)) for text in texts], "made")
+    assert found.values == pytest.approx(chances, rel=0.08) and found.rows == 300 * 300
+    none = chances_of([count_text([Guess.NONE] * 9)], "made")
+    assert (none.values["answers"], none.values["first"], none.values["further"]) == (0.0, 0.0, 0.0)
 
 
 def test_the_steps_of_an_answer_follow_from_its_tokens() -> None:
     marks = [(False, 0), (True, 0), (True, 0), (False, 2), (False, 0), (False, 4), (True, 0)]
     tokens = [Token(i, 0, "", guessed=guessed, rejected=rejected) for i, (guessed, rejected) in enumerate(marks)]
-    told = [(step.known, step.right, step.wrong, step.at) for step in steps_of(tokens, [float(i) for i in range(7)])]
-    assert told == [(1, 2, 2, 3.0), (4, 0, 0, 4.0), (5, 0, 4, 5.0), (6, 1, 0, 6.0)]
+    assert steps_of(tokens) == [(1, 2, 2), (4, 0, 0), (5, 0, 4), (6, 1, 0)]
 
 
-def test_a_pause_between_questions_is_no_answer_that_is_missing() -> None:
-    """After two questions in vain nobody asks for two tokens."""
-    waits = [GuessedStep(0.0, known, 0, 0) for known in (1, 2, 3)] + [GuessedStep(0.0, 4, 1, 0), GuessedStep(0.0, 6, 0, 2)]
-    found = chances_of([waits], "made")
-    assert found.values == {"answers": 0.0, "first": 0.0, "further": 0.0} and found.rows == 2, "those at 1 and 2"
-    right = chances_of([[GuessedStep(0.0, 1, 3, 1), GuessedStep(0.0, 5, 0, 4)]], "made")
-    assert right.values == {"answers": 1.0, "first": 0.5, "further": pytest.approx(2 / 3)}
+def test_only_a_guess_of_which_the_one_before_is_known_is_counted() -> None:
+    count = count_steps([GuessedStep(1, 2, 2), GuessedStep(4, 3, 0), GuessedStep(8, 0, 2), GuessedStep(9, 1, 0), GuessedStep(11, 0, 0)])
+    assert count.asked == count.answered == {1: 1, 4: 1, 9: 1} and count.right == 3
+    assert (count.went_on, count.right_again) == (4, 3), "R R W, R R R"
 
 
 def test_who_measures_without_guesses_leaves_out_what_only_they_have() -> None:
@@ -180,6 +179,8 @@ def test_what_is_not_known_of_guesses_is_said() -> None:
         setting = setting_of(config("lookahead"), profile)
         assert said(profile, "lookahead") == (f"engine.speculation lookahead: {words}: none are simulated",)
         assert setting.sizes.speculation == NONE
+    drafted = replace(PROFILE, engine={**PROFILE.engine, "speculation": "draft"})
+    assert said(drafted, "draft")[1:] == ("engine.speculation draft: what the draft keeps beside the KV takes no time in a handoff",)
     dear = replace(PROFILE, models={**PROFILE.models, "step": Fitted(STEP)})
     assert said(dear)[1:] == ("not measured, and so without a time: what a guess takes",)
     assert Profile.read(PROFILE.plain()) == PROFILE
@@ -200,7 +201,7 @@ def test_limits_of_the_configuration_hold() -> None:
 def test_guesses_can_be_assumed() -> None:
     plain = replace(PROFILE, models={"step": Fitted(STEP, draws=(STEP,))})
     made = assumed(plain, 0.7, 0.1)
-    assert made.values("guesses") == {"answers": 1.0, "first": 0.7, "further": 0.7}
+    assert made.values("guesses") == {"answers": 1.0, "half": 0.0, "first": 0.7, "further": 0.7}
     assert made.values("step")["guess"] == STEP["decodes"] and made.values("step")["draft"] == pytest.approx(0.1 * 2.3e-3)
     assert made.models["step"].draws[0].keys() == made.models["step"].values.keys()
     assert assumed(PROFILE, 0.7, 0.1).values("step")["guess"] == PLANTED["guess"], "what was measured stays"

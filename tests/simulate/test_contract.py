@@ -37,7 +37,7 @@ def started(pace: Callable[[Work], float], drafter: Drafter | None = None) -> Be
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["plain", "guessing"])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     pace = StepPace()
-    made = started(pace, drafter_of("draft", 4, GuessChances(0.8, 0.6, 0.8), pace) if request.param else None)
+    made = started(pace, drafter_of("draft", 4, GuessChances(0.8, 0.0, 0.6, 0.8), pace) if request.param else None)
     yield made
     await made.close()
 

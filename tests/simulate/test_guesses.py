@@ -21,12 +21,12 @@ from baton.profile.models import Work
 from baton.simulate import guesses
 from baton.simulate.cluster import SimulatedCluster, Sizes
 from baton.simulate.engine import ModelledRunner, StepPace
-from baton.simulate.guesses import Guess, GuessChances, GuessedText, StepPrices, drafter_of
+from baton.simulate.guesses import Guess, GuessChances, GuessedText, StepPrices, drafter_of, looked_up
 from baton.simulate.virtual_time import run
 from baton.simulate.workers import Times
 
 Pace = Callable[[Work], float]
-CHEAP = GuessChances(1.0, 0.7, 0.9)
+CHEAP = GuessChances(1.0, 0.0, 0.7, 0.9)
 
 
 def guess_free(work: Work) -> float:
@@ -62,23 +62,23 @@ def steps(
 
 def test_right_guesses_save_the_steps_that_arithmetic_says() -> None:
     assert steps(guess_free, None)[0] == 199
-    assert steps(guess_free, GuessChances(1.0, 1.0, 1.0), bound=4)[0] == 40, "199 tokens, five a step"
-    assert steps(guess_free, GuessChances(1.0, 1.0, 1.0), bound=1)[0] == 100
-    independent = steps(guess_free, GuessChances(1.0, 0.6, 0.6), bound=4, output=4000)[0]
+    assert steps(guess_free, GuessChances(1.0, 0.0, 1.0, 1.0), bound=4)[0] == 40, "199 tokens, five a step"
+    assert steps(guess_free, GuessChances(1.0, 0.0, 1.0, 1.0), bound=1)[0] == 100
+    independent = steps(guess_free, GuessChances(1.0, 0.0, 0.6, 0.6), bound=4, output=4000)[0]
     assert independent == pytest.approx(3999 / tokens_per_step(0.6, 4), rel=0.05)
 
 
 def test_wrong_guesses_are_given_up_and_cost_next_to_nothing() -> None:
     alone = steps(guess_dear, None, output=2000)[1]
-    assert steps(guess_dear, GuessChances(1.0, 0.0, 0.0), output=2000)[1] < 1.03 * alone
-    assert steps(StepPace(), GuessChances(1.0, 0.0, 0.0), output=2000)[1] < 1.03 * steps(StepPace(), None, output=2000)[1]
+    assert steps(guess_dear, GuessChances(1.0, 0.0, 0.0, 0.0), output=2000)[1] < 1.03 * alone
+    assert steps(StepPace(), GuessChances(1.0, 0.0, 0.0, 0.0), output=2000)[1] < 1.03 * steps(StepPace(), None, output=2000)[1]
 
 
 def test_without_the_decision_wrong_guesses_cost_all_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     monkeypatch.setattr(guesses, "Paced", lambda drafter, bound, step, upkeep: drafter)
     monkeypatch.setattr(guesses.ModelledDrafter, "bound", 4)
-    assert steps(guess_dear, GuessChances(1.0, 0.0, 0.0))[1] > 4.5 * steps(guess_dear, None)[1]
+    assert steps(guess_dear, GuessChances(1.0, 0.0, 0.0, 0.0))[1] > 4.5 * steps(guess_dear, None)[1]
 
 
 def test_guesses_that_are_dear_are_few_where_the_batch_is_large() -> None:
@@ -90,13 +90,13 @@ def test_guesses_that_are_dear_are_few_where_the_batch_is_large() -> None:
 
 
 def test_a_request_that_wants_no_guesses_gets_none_and_a_limit_holds() -> None:
-    sure = GuessChances(1.0, 1.0, 1.0)
+    sure = GuessChances(1.0, 0.0, 1.0, 1.0)
     assert steps(guess_free, sure, speculation=Speculation(NONE))[0] == 199
     assert steps(guess_free, sure, speculation=Speculation(max_tokens=2))[0] == 67
 
 
 def test_a_text_is_guessed_as_often_right_as_its_chances_say() -> None:
-    chances = GuessChances(0.4, 0.5, 0.8)
+    chances = GuessChances(0.4, 0.0, 0.5, 0.8)
     found = GuessedText([1, 2, 3], chances).at(3, 40_000)
     after_right = [here for before, here in pairwise(found) if before is Guess.RIGHT]
     after_other = [here for before, here in pairwise(found) if before is not Guess.RIGHT]
@@ -105,9 +105,16 @@ def test_a_text_is_guessed_as_often_right_as_its_chances_say() -> None:
     assert after_other.count(Guess.RIGHT) / len(after_other) == pytest.approx(0.4 * 0.5, abs=0.02)
 
 
+def test_answers_become_more_as_the_output_grows() -> None:
+    found = [GuessedText([number], GuessChances(0.6, 50.0, 0.0, 0.0)).at(1, 400) for number in range(200)]
+    share = {n: sum(text[n] is not Guess.NONE for text in found) / len(found) for n in (1, 50, 350)}
+    near = [sum(each is not Guess.NONE for text in found for each in text[n - 10 : n + 10]) / (20 * len(found)) for n in (50, 350)]
+    assert share[1] < 0.1 and near == pytest.approx([0.3, 0.6 * 350 / 400], abs=0.03)
+
+
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=30), st.integers(0, 5))
 def test_what_is_right_is_the_same_however_it_is_asked_for(asks: list[tuple[int, int]], number: int) -> None:
-    chances = GuessChances(0.6, 0.5, 0.7)
+    chances = GuessChances(0.6, 0.0, 0.5, 0.7)
     whole = GuessedText([number, 9], chances).at(2, 250)
     text, place = GuessedText(array("q", [number, 9]), chances), 2
     for step, count in asks:
@@ -118,10 +125,11 @@ def test_what_is_right_is_the_same_however_it_is_asked_for(asks: list[tuple[int,
 
 def test_what_is_known_of_steps_is_what_they_take() -> None:
     def pace(work: Work) -> float:
-        return 0.002 + 0.0005 * work.decodes + 0.0002 * work.guesses + 1e-6 * work.context + 0.0001 * work.drafts
+        rows = 0.0005 * work.decodes + 0.0002 * work.guesses + 0.0001 * work.drafts
+        return 0.002 + rows + 1e-6 * work.context + 5e-7 * work.guess_context
 
     prices = StepPrices.of(pace)
-    assert prices.upkeep == pytest.approx(Upkeep(0.0003, 1e-6)) and prices.draft_s == pytest.approx(0.0001)
+    assert prices.upkeep == pytest.approx(Upkeep(0.0003, 1e-6, 0.0, 5e-7)) and prices.draft_s == pytest.approx(0.0001)
     for batch, guesses_ in ((1, 0), (3, 5), (8, 64)):
         known = prices.step.at(batch + guesses_) + prices.upkeep.sequence * batch
         assert known == pytest.approx(pace(Work(decodes=batch, guesses=guesses_)))
@@ -131,10 +139,18 @@ def test_what_is_known_of_steps_is_what_they_take() -> None:
 def test_what_is_no_chance_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: 1.5 is no chance"):
         GuessChances(**{name: 1.5})
+    with pytest.raises(ValueError, match=r"half: -1\.0 is no number of tokens"):
+        GuessChances(half=-1.0)
+
+
+def test_what_is_looked_up_is_known_from_the_text() -> None:
+    """After 4 5 there came 6, which is right; 4 5 6 → 7 is wrong; after 9 nothing is known."""
+    found = looked_up([1, 4, 5, 6, 7], [8, 4, 5, 6, 9, 9])
+    assert found == [Guess.NONE, Guess.NONE, Guess.RIGHT, Guess.WRONG, Guess.NONE]
 
 
 GUESSING = Sizes(0, 1, speculation="prompt_lookup", speculation_tokens=4)
-TIMES = Times(StepPace(), guesses=GuessChances(1.0, 1.0, 1.0))
+TIMES = Times(StepPace(), guesses=GuessChances(1.0, 0.0, 1.0, 1.0))
 
 
 def answered(sizes: Sizes, times: Times, level: int = 0) -> tuple[float, int]:

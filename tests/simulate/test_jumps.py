@@ -160,6 +160,7 @@ def test_a_long_answer_is_a_few_jumps_and_the_same() -> None:
     assert seen.jumped > 600 and sum(map(len, seen.tokens.values())) == 700
 
 
+chance = st.sampled_from([0.0, 0.6, 1.0])
 moments = st.floats(0.0, 3.0, allow_nan=False)
 
 
@@ -183,7 +184,7 @@ def scenes(draw: st.DrawFn) -> Scene:
     form: Form = draw(st.sampled_from(["sum", "roof"]))
     pace: Any = draw(st.sampled_from([StepPace(), ProfiledPace(Profile("measured", "", "m", {}, 1.0, form, {"step": Fitted(NUMBERS)}))]))
     travel_s = draw(st.sampled_from([0.0, 0.0003, 0.05]))
-    chances = draw(st.builds(GuessChances, *[st.sampled_from([0.0, 0.6, 1.0])] * 3))
+    chances = draw(st.builds(GuessChances, chance, st.sampled_from([0.0, 40.0]), chance, chance))
     times = Times(pace, 0.004, 1e-5, travel_s, draw(st.sampled_from([(0.0, 0.0), (0.001, 6e-5)])), guesses=chances)
     ask = st.builds(
         Ask,
@@ -231,7 +232,7 @@ def test_those_that_wait_for_a_whole_batch_do_not_stop_jumps(batching: Batching)
 GUESSED = Scene(
     tuple(Ask(0.1 + 0.4 * i, 60 + i, 150, i) for i in range(4)),
     Sizes(0, 1, speculation="prompt_lookup", speculation_batch_tokens=3),
-    replace(PLAIN, guesses=GuessChances(0.8, 0.6, 0.8)),
+    replace(PLAIN, guesses=GuessChances(0.8, 0.0, 0.6, 0.8)),
     looks=(0.333, 1.217),
 )
 
