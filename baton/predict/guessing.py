@@ -41,4 +41,5 @@ def assumed(profile: Profile, acceptance: float, cost: float) -> Profile:
 
     guesses = Fitted({"answers": 1.0, "half": 0.0, "first": acceptance, "further": acceptance}, source="an assumption")
     step = replace(step, values=guessing(step.values), draws=tuple(guessing(draw) for draw in step.draws))
-    return replace(profile, models={**profile.models, "step": step, "guesses": guesses})
+    others = {name: fitted for name, fitted in profile.models.items() if name != "known"}  # which is of other guesses
+    return replace(profile, models={**others, "step": step, "guesses": guesses})

@@ -29,7 +29,7 @@ import grpc
 
 from baton.answer import Token
 from baton.client import AsyncClient, Result
-from baton.predict.measure_guesses import GUESSES, GuessAmount, HeardGuesses, measure_guesses, with_guesses, without_guesses
+from baton.predict.measure_guesses import GUESSES, GuessAmount, HeardGuesses, known_of, measure_guesses, with_guesses, without_guesses
 from baton.profile.file import Profile
 from baton.profile.fit import fit
 from baton.profile.models import NUMBERS, Fitted, Work, step_seconds, works_of_prompt
@@ -46,6 +46,7 @@ LEAST_S = 1e-5  # of a difference that is fitted
 LEAST_PROMPT, PACED = 16, 160  # tokens of a prompt that takes no time, and of an answer that takes much
 ROUNDS = 4  # at most, for each that counts
 PAUSE_S = 0.1
+LOG_LINES = 1000
 T = TypeVar("T")
 
 
@@ -113,18 +114,23 @@ class Processes:
     workers: list[int]
     facts: dict[str, int]
     gpus: bool = False
+    log: str = ""  # of the first worker
 
     @classmethod
     def of(cls, admin: str) -> "Processes":
         with grpc.insecure_channel(admin, [("grpc.enable_http_proxy", 0)]) as channel:
-            told = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
-        records = [worker.record for worker in told.workers]
+            stub = worker_pb2_grpc.AdminStub(channel)
+            told = stub.Status(worker_pb2.StatusRequest(), timeout=10)
+            records = [worker.record for worker in told.workers]
+            asked = worker_pb2.AdminLogsRequest(name=records[0].name, lines=LOG_LINES)
+            log = b"".join(page.text for page in stub.Logs(asked, timeout=10))
         names = ("block_size", "max_model_len", "kv_blocks", "max_num_seqs")
         return cls(
             told.router.pid,
             [record.pid for record in records],
             {name: int(getattr(records[0], name)) for name in names},
             bool(records[0].gpus),
+            log.decode(errors="replace"),
         )
 
     def engine(self) -> float:
@@ -195,7 +201,8 @@ async def measure(
             continue
         note(f"{name}: {prefill} prefill and {decode} decode workers")
         sizes = {"prefill.replicas": str(prefill), "decode.replicas": str(decode), "router.bypass_tokens": "0"}
-        async with _running({**(settings if name == "guesses" else without_guesses(settings)), **sizes}, found) as (asker, processes):
+        given = {**settings, "telemetry.log_level": "info"} if name == "guesses" else without_guesses(settings)
+        async with _running({**given, **sizes}, found) as (asker, processes):
             await work(asker, processes)
     return found
 
@@ -249,6 +256,7 @@ async def _guesses(found: Measurements, asker: Asker, processes: Processes, amou
     clock = processes.engine if alone else time.perf_counter
     method, most = settings["engine.speculation"], int(settings.get("engine.speculation_tokens", 8))
     found.guesses = await measure_guesses(asker, amount.guesses, method, most, clock)
+    found.guesses.known = known_of(processes.log)
 
 
 async def _prompts(rows: Rows, asker: Asker, amount: Amount, chunk: int) -> None:

@@ -10,11 +10,14 @@
 How often guesses are right depends on what is said. Answers to random prompts stand for no other text: the profile says what was measured,
 and a prediction repeats it.
 
+What an engine itself has measured when it started, and decides by, its log says: another machine's moment would decide otherwise.
+
 Time is the processor's of the engine's thread, where one thread computes alone: a small model's steps are shorter than a token's way to the
 client, whose moments say nothing of them.
 """
 
 import asyncio
+import json
 import math
 import random
 from collections import Counter
@@ -25,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from baton.answer import Token
 from baton.profile.fit import DRAWS, fit
-from baton.profile.models import Fitted
+from baton.profile.models import KNOWN_ROWS, Fitted
 from baton.simulate.guesses import Guess, looked_up, share_of
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ OF_METHOD = ("speculation", "draft_model", "draft_dtype", "speculation_branches"
 TOGETHER = 4  # answers that are asked for at a time
 SHORT = 4  # tokens of an answer that is as good as none
 LEAST_S = 1e-6
+SAID = "how many guesses a step gets follows from: "  # by `baton.engine.speculation`, before JSON
 HALVES = (0.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 
@@ -95,6 +99,7 @@ class HeardGuesses:
     source: str
     counts: list[GuessCount] = field(default_factory=list)
     rows: list[tuple[Mapping[str, float], float]] = field(default_factory=list)
+    known: dict[str, float] = field(default_factory=dict)  # numbers of the model of that name; empty: the engine did not say
 
 
 def without_guesses(settings: Mapping[str, str]) -> dict[str, str]:
@@ -201,7 +206,21 @@ def with_guesses(models: Mapping[str, Fitted], heard: HeardGuesses) -> dict[str,
     step = models["step"]
     draws = tuple({**draw, **_priced(more)} for draw, more in zip(step.draws, cost.draws, strict=True))
     whole = Fitted({**step.values, **_priced(cost.values)}, draws, step.error, step.rows + cost.rows, f"{step.source}; guesses beside them")
-    return {**models, "step": whole, "guesses": chances_of(heard.counts, heard.source)}
+    found = {**models, "step": whole, "guesses": chances_of(heard.counts, heard.source)}
+    return found | ({"known": Fitted(heard.known, source="what the engine had measured")} if heard.known else {})
+
+
+def known_of(log: str) -> dict[str, float]:
+    """What a worker's log says that its engine decides by; empty if it says nothing."""
+    _, marked, after = log.rpartition(SAID)
+    if not marked:
+        return {}
+    told, _ = json.JSONDecoder().raw_decode(after)
+    found = {f"rows_{rows}": seconds for rows, seconds in told["step"] if rows in KNOWN_ROWS}
+    found |= zip(("sequence", "token", "guess", "guess_token"), told.get("beside", ()), strict=False)
+    for name in ("draft", "drafts"):
+        found |= {f"{name}_{count}": seconds for count, seconds in told.get(name, ()) if count in (1, 8)}
+    return found
 
 
 def _priced(values: Mapping[str, float]) -> dict[str, float]:

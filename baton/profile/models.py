@@ -3,6 +3,9 @@
     step      of an engine, from what it computes (`Work`); guess for each guess that it verifies, guess_context for each token before
               one, draft for each place of a draft
     guesses   no times, but chances, and tokens: see `baton.simulate.guesses`
+    known     what an engine that guesses has measured of its own steps when it started, and decides by (`baton.engine.measure_steps`): its
+              `Line` (rows_1, …), its `Upkeep` (sequence to guess_token), and drafts with one guess and with several, for one sequence and
+              for eight. 0: not measured
     handoff   KV from a prefill worker to a decode worker: base + byte * bytes
     router    processor time of the router: request + token * output tokens
     worker    processor time of a worker beside its steps, in its event loop: request + token * output tokens
@@ -25,6 +28,7 @@ from typing import Literal, NamedTuple
 
 Form = Literal["sum", "roof"]
 PAIR = ("request", "token")
+KNOWN_ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 # The numbers of each model. Those of a step's `Work` have its names; `read` is time of memory, where the form is a roof.
 NUMBERS: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "read", "tokens", "pairs", "decodes", "context", "mixed", "guess", "guess_context", "draft"),
@@ -36,7 +40,12 @@ NUMBERS: Mapping[str, tuple[str, ...]] = {
     "start": ("base",),
     "sharing": ("pair", "decode", "prompt_beside", "decode_beside"),
     "guesses": ("answers", "half", "first", "further"),
-}
+    "known": (
+        *(f"rows_{rows}" for rows in KNOWN_ROWS), "sequence", "token", "guess", "guess_token",
+        "draft_1", "draft_8", "drafts_1", "drafts_8",
+    ),
+}  # fmt: skip
+OF_GUESSES = ("guesses", "known")  # nothing that takes time follows from them
 CHANCES = ("answers", "first", "further")
 
 

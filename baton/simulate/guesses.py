@@ -15,7 +15,7 @@ Which position is which follows from the prompt alone: an answer is the same whe
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
@@ -26,12 +26,13 @@ from baton.engine.core.drafting import Chosen, Drafter, DraftRequest, Paced
 from baton.engine.core.prompt_lookup import PromptLookup
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
-from baton.engine.core.step_costs import Drafting, Line, Upkeep
-from baton.profile.models import CHANCES, Work
+from baton.engine.core.step_costs import DraftCosts, Drafting, Line, Upkeep
+from baton.profile.models import CHANCES, KNOWN_ROWS, Work
 from baton.simulate.jumps import VOCABULARY
 
 LEAST_S = 1e-9  # of a step
 ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)  # of the steps whose times `Paced` knows
+DRAFTED = 4  # guesses of the drafts with several that an engine measures, at most
 FAR = 1024  # tokens of a context whose price is asked for
 
 
@@ -112,9 +113,8 @@ def looked_up(prompt: Seq[int], output: Seq[int]) -> list[Guess]:
 class ModelledDrafter(Drafter):
     """Always as many guesses as it is asked for, or none."""
 
-    def __init__(self, name: str, chances: GuessChances, draft_s: float) -> None:
-        """`draft_s`: seconds for each place of a draft, for all sequences together."""
-        self.name, self._chances, self._draft_s = name, chances, draft_s
+    def __init__(self, name: str, chances: GuessChances, costs: DraftCosts) -> None:
+        self.name, self._chances, self._costs = name, chances, costs
         self._texts: dict[Sequence, GuessedText] = {}
 
     @property
@@ -125,7 +125,7 @@ class ModelledDrafter(Drafter):
         return [self._guesses(ask.seq, ask.most) for ask in asks]
 
     def drafting(self, sequences: int) -> Drafting:
-        return Drafting(guess=self._draft_s / sequences)
+        return self._costs.at(sequences)
 
     def forget(self, seq: Sequence) -> None:
         self._texts.pop(seq, None)
@@ -141,25 +141,42 @@ class ModelledDrafter(Drafter):
 
 @dataclass(frozen=True, slots=True)
 class StepPrices:
-    """What `Paced` knows of steps: what those of a modelled runner take, as a worker's own measurement would find it."""
+    """What `Paced` knows of steps."""
 
     step: Line
     upkeep: Upkeep
-    draft_s: float
+    drafts: DraftCosts
+
+    @classmethod
+    def known(cls, numbers: Mapping[str, float], bound: int) -> "StepPrices":
+        """What an engine has measured when it started. `numbers`: of the model `known` of a profile. Raises ValueError for fewer than two
+        sizes of steps."""
+        points = tuple((rows, numbers[name]) for rows in KNOWN_ROWS if numbers[name := f"rows_{rows}"])
+        if len(points) < 2:
+            raise ValueError("models.known: two of rows_1, rows_2, … are the least")
+        one, several = (Line(tuple((count, numbers[f"{name}_{count}"]) for count in (1, 8))) for name in ("draft", "drafts"))
+        upkeep = Upkeep(*(numbers[name] for name in Upkeep._fields))
+        return cls(Line(points), upkeep, DraftCosts(one, several, min(DRAFTED, bound)) if bound > 1 else DraftCosts(one))
 
     @classmethod
     def of(cls, pace: Callable[[Work], float]) -> "StepPrices":
+        """What it would know if it knew what steps take."""
         alone, two = pace(Work(decodes=1)), pace(Work(decodes=1, guesses=1))
         sequence = max(0.0, pace(Work(decodes=2)) - two)  # more than one of its rows takes
         seconds = accumulate((max(LEAST_S, pace(Work(decodes=1, guesses=rows - 1)) - sequence) for rows in ROWS), max)
         token = max(0.0, pace(Work(decodes=1, context=FAR)) - alone) / FAR
         guess_token = max(0.0, pace(Work(decodes=1, guesses=1, guess_context=FAR)) - two) / FAR
         draft_s = max(0.0, pace(Work(decodes=1, guesses=1, drafts=1)) - two)
-        return cls(Line(tuple(zip(ROWS, seconds, strict=True))), Upkeep(sequence, token, guess_token=guess_token), draft_s)
+        one, several = (Line(((1, count * draft_s), (2, count * draft_s))) for count in (1, DRAFTED))
+        upkeep = Upkeep(sequence, token, guess_token=guess_token)
+        return cls(Line(tuple(zip(ROWS, seconds, strict=True))), upkeep, DraftCosts(one, several, DRAFTED))
 
 
-def drafter_of(method: str, bound: int, chances: GuessChances, pace: Callable[[Work], float]) -> Drafter:
-    """Who guesses in an engine whose steps take what `pace` says; `bound`: guesses of a sequence in a step, at most."""
-    prices = StepPrices.of(pace)
-    modelled = ModelledDrafter(method, chances, prices.draft_s)
+def drafter_of(
+    method: str, bound: int, chances: GuessChances, pace: Callable[[Work], float], known: Mapping[str, float] | None = None
+) -> Drafter:
+    """Who guesses in an engine whose steps take what `pace` says, and which decides by what is `known`; None: by what they take. `bound`:
+    guesses of a sequence in a step, at most."""
+    prices = StepPrices.of(pace) if known is None else StepPrices.known(known, bound)
+    modelled = ModelledDrafter(method, chances, prices.drafts)
     return Chosen({method: Paced(modelled, bound, prices.step, upkeep=prices.upkeep)}, method, bound)

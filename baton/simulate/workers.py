@@ -2,7 +2,7 @@
 handoff and a message take. Live transfers and loans of cached blocks are not modelled: KV is handed over once the prompt is computed."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -48,6 +48,7 @@ class Times:
     worker: tuple[float, float] = (0.0, 0.0)
     decode_pace: Callable[[Work], float] | None = None  # of decode workers, where these are unlike
     guesses: GuessChances | None = None
+    known: Mapping[str, float] | None = None  # by an engine that guesses, of its steps; None: what they take
 
     @classmethod
     def of(cls, profile: Profile, travel_s: float = 0.0, decode: Profile | None = None) -> "Times":
@@ -58,6 +59,7 @@ class Times:
             (router["request"], router["token"]), (worker["request"], worker["token"]),
             None if decode is None else ProfiledPace(decode),
             GuessChances(**profile.values("guesses")) if "guesses" in profile.models else None,
+            profile.values("known") if "known" in profile.models else None,
         )  # fmt: skip
 
 
@@ -76,7 +78,7 @@ class ModelledWorker:
         listener, told = Listener(self._on_step, self._on_cache, self._on_failure), self._on_told if fleet.jumps else None
         drafter = None
         if record.speculation and times.guesses is not None:
-            drafter = drafter_of(record.speculation[0], record.speculation_tokens, times.guesses, pace)
+            drafter = drafter_of(record.speculation[0], record.speculation_tokens, times.guesses, pace, times.known)
         self.engine = ModelledEngine(runner, fleet.limits, listener, told, fleet.cores, number, drafter)
         if fleet.feed is not None:
             self.engine.changes = partial(fleet.feed.expect, self.engine)

@@ -19,9 +19,11 @@ from baton.predict.measure import Heard
 from baton.predict.measure_guesses import (
     GuessAmount,
     GuessedStep,
+    HeardGuesses,
     chances_of,
     count_steps,
     count_text,
+    known_of,
     measure_guesses,
     steps_of,
     with_guesses,
@@ -31,9 +33,10 @@ from baton.predict.predict import Offer, Prediction, doubts, predict, run
 from baton.predict.report import offer_of
 from baton.predict.setting import setting_of
 from baton.profile.file import Profile
-from baton.profile.models import Fitted, Work, step_seconds
+from baton.profile.models import NUMBERS, Fitted, Work, step_seconds
 from baton.simulate.engine import ModelledRunner
 from baton.simulate.guesses import Guess, GuessChances, GuessedText, drafter_of
+from baton.simulate.workers import Times
 from loadtest.plan import Workload
 from loadtest.slo import Slo
 from loadtest.window import Window
@@ -118,6 +121,19 @@ def test_only_a_guess_of_which_the_one_before_is_known_is_counted() -> None:
     count = count_steps([GuessedStep(1, 2, 2), GuessedStep(4, 3, 0), GuessedStep(8, 0, 2), GuessedStep(9, 1, 0), GuessedStep(11, 0, 0)])
     assert count.asked == count.answered == {1: 1, 4: 1, 9: 1} and count.right == 3
     assert (count.went_on, count.right_again) == (4, 3), "R R W, R R R"
+
+
+def test_what_an_engine_decides_by_is_in_its_log() -> None:
+    words = "12:00:00 I decode-0 baton.engine.speculation: how many guesses a step gets follows from: "
+    told = '{"step": [[1, 0.1], [5, 0.2], [8, 0.3]], "draft": [[1, 0.4], [2, 0.5], [8, 0.6]], "beside": [0.7, 0.8, 0.9, 1.0]}'
+    found = known_of(f"{words}{{}}\n{words}{told}\n12:00:01 I decode-0 x: and so on\n")
+    rows, beside = {"rows_1": 0.1, "rows_8": 0.3}, {"sequence": 0.7, "token": 0.8, "guess": 0.9, "guess_token": 1.0}
+    assert found == {**rows, **beside, "draft_1": 0.4, "draft_8": 0.6} and known_of("nothing") == {}
+    heard = HeardGuesses(8, "", [count_text([Guess.NONE])], [({"plain": 1.0, "guess": float(i)}, 1.0) for i in range(4)], found)
+    plain = {"step": Fitted(STEP, draws=(STEP,) * 16)}
+    made, heard.known = with_guesses(plain, heard), {}
+    assert made["known"].values == found and "known" not in with_guesses(plain, heard)
+    assert Times.of(replace(PROFILE, models=made)).known == {**dict.fromkeys(NUMBERS["known"], 0.0), **found}
 
 
 def test_who_measures_without_guesses_leaves_out_what_only_they_have() -> None:
@@ -205,3 +221,5 @@ def test_guesses_can_be_assumed() -> None:
     assert made.values("step")["guess"] == STEP["decodes"] and made.values("step")["draft"] == pytest.approx(0.1 * 2.3e-3)
     assert made.models["step"].draws[0].keys() == made.models["step"].values.keys()
     assert assumed(PROFILE, 0.7, 0.1).values("step")["guess"] == PLANTED["guess"], "what was measured stays"
+    known = replace(PROFILE, models={**PROFILE.models, "known": Fitted({"rows_1": 1.0, "rows_8": 1.0})})
+    assert "known" not in assumed(known, 0.7, 0.1).models

@@ -1,7 +1,7 @@
 """Guesses in simulated engines: as often right as the chances say, worth what arithmetic says, and given up where they are wrong."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import NONE, Speculation
 from baton.engine.core.step_costs import Upkeep
 from baton.plan.formulae import tokens_per_step
-from baton.profile.models import Work
+from baton.profile.models import NUMBERS, Work
 from baton.simulate import guesses
 from baton.simulate.cluster import SimulatedCluster, Sizes
 from baton.simulate.engine import ModelledRunner, StepPace
@@ -40,11 +40,12 @@ def guess_dear(work: Work) -> float:
 
 
 def steps(
-    pace: Pace, chances: GuessChances | None, bound: int = 4, batch: int = 1, output: int = 200, **params: object
-) -> tuple[int, float]:
+    pace: Pace, chances: GuessChances | None, bound: int = 4, batch: int = 1, output: int = 200,
+    known: Mapping[str, float] | None = None, **params: object,
+) -> tuple[int, float]:  # fmt: skip
     """How many steps answers take together after their first tokens, and seconds."""
     runner = ModelledRunner(pace, 4096, 16, 1 << 14)
-    drafter = None if chances is None else drafter_of("draft", bound, chances, pace)
+    drafter = None if chances is None else drafter_of("draft", bound, chances, pace, known)
     engine = Engine(runner, Limits(batch, 512), 1 << 14, drafter=drafter)
     for number in range(batch):
         asked = SamplingParams(max_tokens=output, temperature=0.0, **params)  # type: ignore[arg-type]
@@ -129,10 +130,26 @@ def test_what_is_known_of_steps_is_what_they_take() -> None:
         return 0.002 + rows + 1e-6 * work.context + 5e-7 * work.guess_context
 
     prices = StepPrices.of(pace)
-    assert prices.upkeep == pytest.approx(Upkeep(0.0003, 1e-6, 0.0, 5e-7)) and prices.draft_s == pytest.approx(0.0001)
+    assert prices.upkeep == pytest.approx(Upkeep(0.0003, 1e-6, 0.0, 5e-7))
+    assert [prices.drafts.at(count) for count in (1, 8)] == [pytest.approx((0.0, 0.0001 / count)) for count in (1, 8)]
     for batch, guesses_ in ((1, 0), (3, 5), (8, 64)):
         known = prices.step.at(batch + guesses_) + prices.upkeep.sequence * batch
         assert known == pytest.approx(pace(Work(decodes=batch, guesses=guesses_)))
+
+
+KNOWN = {"rows_1": 0.01, "rows_8": 0.011, "sequence": 1e-3, "token": 1e-6, "draft_1": 0.002, "draft_8": 0.004, "drafts_1": 0.005}
+KNOWN = {**dict.fromkeys(NUMBERS["known"], 0.0), **KNOWN, "drafts_8": 0.013}
+
+
+def test_an_engine_decides_by_what_it_has_measured_whatever_steps_take() -> None:
+    prices = StepPrices.known(KNOWN, 8)
+    assert prices.step.points == ((1, 0.01), (8, 0.011)) and prices.upkeep == Upkeep(1e-3, 1e-6, 0.0, 0.0)
+    assert prices.drafts.at(1) == pytest.approx((0.001, 0.001)) and prices.drafts.at(8) == pytest.approx((0.000125, 0.000375))
+    with pytest.raises(ValueError, match=r"models.known: two of rows_1"):
+        StepPrices.known({**KNOWN, "rows_8": 0.0}, 8)
+    sure, dear = GuessChances(1.0, 0.0, 1.0, 1.0), {**KNOWN, "rows_8": 0.2}
+    assert steps(guess_free, sure, known=dear)[0] > 150 and steps(guess_free, sure)[0] == 40, "it believes that they are dear"
+    assert steps(guess_dear, sure, known=KNOWN)[0] == 40 and steps(guess_dear, sure)[0] > 150, "or that they cost nothing"
 
 
 @pytest.mark.parametrize("name", ["answers", "first", "further"])
