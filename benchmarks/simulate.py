@@ -1,13 +1,13 @@
-"""The simulator against real clusters: profiles fitted first, then 24 configurations that were not fitted, measured and predicted.
+"""The simulator against real clusters: profiles fitted first, then 28 configurations that were not fitted, measured and predicted.
 
     python benchmarks/simulate.py --profiles FOLDER --json FILE [--quick] [--models tale,30m] [--seconds 15]
     python benchmarks/simulate.py --profiles FOLDER --json FILE --predict    # again, of what FILE says was measured
 
 Two models: `tale`, and an untrained one of 30 M parameters. Each gets a profile of its own (`baton.predict.measure`). The cases differ in
-mix, rate, split, chunk, bypass, prefix share and memory for KV; each is a real cluster (router, workers, Redis and the load generator on
-this machine's cores, engine.threads 1), under the load test, and the same requests at the same moments in the simulator. Rates are shares
-of what one core-second after another would serve, by the profile, and objectives are multiples of an idle split cluster's times, so that
-they mean the same on any machine. Cases of one letter differ in one thing: of two, the simulator also says which is better.
+mix, rate, split, chunk, bypass, prefix share, memory for KV and guesses; each is a real cluster (router, workers, Redis and the load
+generator on this machine's cores, engine.threads 1), under the load test, and the same requests at the same moments in the simulator. Rates
+are shares of what one core-second after another would serve, by the profile, and objectives are multiples of an idle split cluster's times,
+so that they mean the same on any machine. Cases of one letter differ in one thing: of two, the simulator also says which is better.
 
 All cases are measured once, and then all again: what is judged is the mean, and how far the two are apart is told, since no prediction can
 be nearer to both than they are to each other.
@@ -37,7 +37,8 @@ from predicting import BODY, JUDGED, TAIL, Judged, drive_measured, errors_of, id
 
 from baton.cluster import config_layers
 from baton.models.make_small import make
-from baton.predict.measure import QUICK, Amount, measure, profile_of
+from baton.predict.fitted import profile_of
+from baton.predict.measure import QUICK, Amount, measure
 from baton.predict.predict import FIGURES, Offer, Prediction, predict
 from baton.predict.setting import ClusterSetting, setting_of
 from baton.profile.file import Profile
@@ -75,6 +76,8 @@ SHORT: Mapping[str, Any] = {"input": "64-300", "output": "24"}
 LONG: Mapping[str, Any] = {"input": "500-1000", "output": "12"}
 TALK: Mapping[str, Any] = {"input": "32-128", "output": "64"}
 SHARED: Mapping[str, Any] = {"input": "300-500", "output": "16", "hit_rate": 0.5, "prefix_tokens": 256, "prefix_branching": 6}
+STORY: Mapping[str, Any] = {**TALK, "output": "160"}  # the longer it is, the more of it repeats itself
+GUESSES: Mapping[str, str] = {"engine.speculation": "prompt_lookup"}
 CASES = (
     Case("a colocated", (0, 2), 0.25, SHORT),
     Case("a split", (1, 1), 0.25, SHORT, {"router.bypass_tokens": "0"}),
@@ -88,6 +91,8 @@ CASES = (
     Case("e shared, small pool", (1, 1), 0.3, SHARED, {"router.bypass_tokens": "0"}, small=True),
     Case("f talk, 1:1", (1, 1), 0.3, TALK, {"router.bypass_tokens": "0"}),
     Case("f talk, 1:2", (1, 2), 0.3, TALK, {"router.bypass_tokens": "0"}),
+    Case("g story, no guesses", (0, 1), 0.25, STORY),
+    Case("g story, guesses", (0, 1), 0.25, STORY, GUESSES),
 )
 
 
@@ -260,9 +265,10 @@ async def profile_for(name: str, model: Path, amount: Amount, folder: Path) -> P
     file = folder / f"{name}.yaml"
     if file.is_file():
         return Profile.load_file(file)
-    same = {"model.path": str(model), "engine.threads": "1", "telemetry.log_level": "warning"}
+    same = {"model.path": str(model), "engine.threads": "1", "telemetry.log_level": "warning", **GUESSES}
     found = await measure(same, amount, CHUNK, lambda line: print(f"  {name}, {line}", flush=True))
-    profile = await asyncio.to_thread(profile_of, found, name, {"threads": 1}, amount, CHUNK)  # it simulates, in a loop of its own
+    engine = {"threads": 1, "speculation": GUESSES["engine.speculation"]}
+    profile = await asyncio.to_thread(profile_of, found, name, engine, amount, CHUNK)  # it simulates, in a loop of its own
     file.parent.mkdir(parents=True, exist_ok=True)
     profile.save(file)
     return Profile.load_file(file)  # with as many digits as a later prediction has
@@ -277,7 +283,7 @@ def written(options: argparse.Namespace, told: Mapping[str, Any], cases: Sequenc
 
 async def measure_all(options: argparse.Namespace, models: Mapping[str, Path]) -> list[MeasuredCase]:
     """What has been measured is in the file after each case."""
-    cases = CASES[:4] if options.quick else CASES
+    cases = [case for case in CASES if not options.cases or case.name[0] in options.cases][: 4 if options.quick else None]
     profiles = {}
     for name, model in models.items():
         profiles[name] = profile = await profile_for(name, model, QUICK if options.quick else Amount(), options.profiles)
@@ -306,6 +312,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--predict", action="store_true", help="measure nothing: predict again what the file says was measured")
     parser.add_argument("--models", default="tale,30m")
+    parser.add_argument("--cases", default="", help="letters of those that are measured; empty: all")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each run, at least")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--profiles", type=Path, required=True, help="profiles that are used if they are there, and else written")

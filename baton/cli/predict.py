@@ -54,8 +54,12 @@ class Profiling:
     to: Annotated[Path, typer.Option(help="File for the profile.")] = Path("profile.yaml")
     quick: Annotated[bool, typer.Option("--quick", help="Measure less, in a third of the time: wider intervals.")] = False
     arrangements: Annotated[
-        str, typer.Option(help="What to measure: colocated needs one worker, split (handoffs) and pair (shared cores) need two.")
-    ] = "colocated,split,pair"
+        str,
+        typer.Option(
+            help="What to measure: colocated needs one worker, split (handoffs) and pair (shared cores) need two. guesses needs one, and is"
+            " left out without --engine.speculation."
+        ),
+    ] = "colocated,split,pair,guesses"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +161,8 @@ def _setting(asked: Simulating, seen: Profile) -> "ClusterSetting":
 
 def _measured(asked: Profiling, sheet: Sheet) -> Profile:
     """Raises what `measure` raises, and ValueError."""
-    from baton.predict.measure import QUICK, Amount, measure, profile_of
+    from baton.predict.fitted import profile_of
+    from baton.predict.measure import QUICK, Amount, measure
 
     config = _config(asked.context, asked.config, sheet.model)
     if not config.model.path:
@@ -175,7 +180,8 @@ def _measured(asked: Profiling, sheet: Sheet) -> Profile:
     return profile_of(found, Path(config.model.path).name, engine, amount, chunk)
 
 
-ENGINE = ("kind", "threads", "weight_dtype", "kv_dtype", "block_size", "max_num_seqs")  # what a profile is of
+# What a profile is of.
+ENGINE = ("kind", "threads", "weight_dtype", "kv_dtype", "block_size", "max_num_seqs", "speculation", "speculation_batch_tokens")
 
 
 def register(app: typer.Typer) -> None:

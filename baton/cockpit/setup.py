@@ -13,10 +13,10 @@ from baton.plan import formulae, pools
 from baton.plan.hardware import DEVICES, MEASURED
 from baton.plan.shape import KNOWN
 from baton.plan.sheet import profile_of
+from baton.predict.guessing import assumed
 from baton.predict.predict import Offer, doubts
 from baton.predict.setting import DEFAULTS, ClusterSetting
 from baton.profile.file import Profile
-from baton.profile.models import Work
 from baton.simulate.cluster import BLOCK, Sizes
 from baton.simulate.workers import Times
 from loadtest.window import Window
@@ -25,24 +25,6 @@ GUESS_COST = 0.1  # of a guess, in decode steps (`baton size --guess-cost`)
 MOST_BLOCKS = 1 << 17  # of a worker that are simulated
 TIMEOUT_S = 60.0
 BATCHINGS: tuple[Batching, ...] = get_args(Batching)
-SPECULATION = "a step with guesses takes t(b (k + 1)) + k c t(b), and yields (1 - a^(k + 1)) / (1 - a) tokens of each sequence"
-
-
-class Guessing:
-    """How long a decode step takes per token of each sequence, if every sequence has `guesses` guesses of which each is right with the
-    probability `acceptance` as long as those before it were: t(b (k + 1)) + k c t(b), over (1 - a^(k + 1)) / (1 - a) (Leviathan et al.
-    2023, equation 1). t is what a step takes without guesses, b its sequences. Steps with prompts have none."""
-
-    def __init__(self, times: Times, acceptance: float, guesses: int, cost: float = GUESS_COST) -> None:
-        self._pace, self._guesses, self._cost = times.pace, guesses, cost
-        self._tokens = formulae.tokens_per_step(acceptance, guesses)
-
-    def __call__(self, work: Work) -> float:
-        plain = self._pace(work)
-        if work.tokens or not work.decodes:
-            return plain
-        verified = self._pace(work._replace(decodes=work.decodes * (self._guesses + 1)))
-        return (verified + self._guesses * self._cost * plain) / self._tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +51,15 @@ def simulation_of(settings: Settings, load: ExperimentLoad, measured: Path | Non
         settings.prefill, settings.decode, settings.batch, blocks, chunk, BLOCK, blocks * BLOCK, batching=_batching(settings.batching),
     )  # fmt: skip
     setting = ClusterSetting(sizes, RouterConfig(), SloConfig(ttft_s=settings.ttft_ms / 1000, tpot_s=settings.tpot_ms / 1000))
-    times = Times.of(profile)
     said = list(doubts(setting, profile, Offer(load.items, load.times, Window(settings.duration_s), TIMEOUT_S)))
     if settings.speculation == "on":
-        times = replace(times, pace=Guessing(times, settings.acceptance, settings.guesses))
-        said.append(f"guesses are a formula: {SPECULATION}, with k = {settings.guesses}, a = {settings.acceptance:g}, c = {GUESS_COST:g}")
-    return Simulation(setting, profile, times, tuple(said))
+        profile = assumed(profile, settings.acceptance, GUESS_COST)
+        setting = replace(setting, sizes=replace(sizes, speculation="draft", speculation_tokens=settings.guesses))
+        said.append(
+            f"guesses are assumed: {settings.guesses} a step at most, each right with {settings.acceptance:g}, which take {GUESS_COST:g} of"
+            " a step to make; the engine decides how many are worth it"
+        )
+    return Simulation(setting, profile, Times.of(profile), tuple(said))
 
 
 def _of_sheet(settings: Settings) -> tuple[Profile, int, int]:

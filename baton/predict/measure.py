@@ -4,8 +4,9 @@
                 contexts; prompts among decodes. Each time is a sum of steps, so all go into one fit.
     split       one prefill and one decode worker: handoffs, by the bytes of their KV
     pair        two workers that do both, alone and at once: how two busy cores slow each other, by what each of them does
+    guesses     one worker that does both and guesses, if the configuration says so (`baton.predict.measure_guesses`); the others do not
 
-The last two are also put under a load (`baton.predict.crowding`): what slows steps there, single requests do not show.
+Split and pair are also put under a load (`baton.predict.crowding`): what slows steps there, single requests do not show.
 
 Each needs as many cores or GPUs as it has workers, and may be left out: the profile then has no model of what it would have told, and says
 so. Processor time of router, workers and this process is what the system has counted, less what they use at rest. The machine must do
@@ -14,30 +15,27 @@ after another one, caches hold what it needs, and a small model's first token to
 """
 
 import asyncio
-import os
 import random
-import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
+from baton.answer import Token
 from baton.client import AsyncClient, Result
-from baton.predict.crowding import LOAD_OUTPUT, LOAD_PROMPT, LoadedRun, crowding_of, loaded
-from baton.profile.file import Profile
-from baton.profile.fit import fit
-from baton.profile.models import NUMBERS, Fitted, Work, step_seconds, works_of_prompt
+from baton.predict.crowding import LOAD_OUTPUT, LOAD_PROMPT, LoadedRun, loaded
+from baton.predict.measure_guesses import GUESSES, GuessAmount, HeardGuesses, known_of, measure_guesses, without_guesses
+from baton.profile.models import Work, works_of_prompt
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from loadtest.campaign import this_machine
 from loadtest.cluster import RunningCluster
 
-ARRANGEMENTS = ("colocated", "split", "pair")
+ARRANGEMENTS = ("colocated", "split", "pair", "guesses")
+LOADED = ("split", "pair")
 Rows = list[tuple[Mapping[str, float], float]]
 STEP = ("path", "step", "tokens", "pairs", "decodes", "context", "mixed")
 FIRST_ID, VOCAB = 10, 256
@@ -46,6 +44,7 @@ LEAST_S = 1e-5  # of a difference that is fitted
 LEAST_PROMPT, PACED = 16, 160  # tokens of a prompt that takes no time, and of an answer that takes much
 ROUNDS = 4  # at most, for each that counts
 PAUSE_S = 0.1
+LOG_LINES = 1000
 T = TypeVar("T")
 
 
@@ -62,9 +61,10 @@ class Amount:
     repeats: int = 4
     requests: int = 60  # of one measurement of processor time
     load: int = 80  # requests of a load
+    guesses: GuessAmount = GUESSES
 
 
-QUICK = Amount((64, 256, 768), (0.0, 0.5), (1, 4, 8), (32, 512), (4,), 24, 2, 20, 20)
+QUICK = Amount((64, 256, 768), (0.0, 0.5), (1, 4, 8), (32, 512), (4,), 24, 2, 20, 20, GuessAmount(answers=8))
 Note = Callable[[str], None]
 
 
@@ -73,6 +73,7 @@ class Heard:
     """One answer: seconds from its request to each token."""
 
     times: list[float]
+    tokens: list[Token]
     result: Result
 
 
@@ -86,15 +87,17 @@ class Asker:
     def prompt(self, tokens: int) -> list[int]:
         return [self.rng.randrange(FIRST_ID, VOCAB) for _ in range(tokens)]
 
-    async def ask(self, prompt: Sequence[int], tokens: int, on_first: Callable[[], None] = lambda: None) -> Heard:
-        began, times = time.perf_counter(), list[float]()
-        options = {"token_ids": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "timeout_s": TIMEOUT_S}
-        async with self.client.generate(**options) as stream:  # type: ignore[arg-type]
-            async for _ in stream:
+    async def ask(self, prompt: Sequence[int], tokens: int, on_first: Callable[[], None] = lambda: None, **how: Any) -> Heard:
+        """`how`: further arguments of the client."""
+        began, times, told = time.perf_counter(), list[float](), list[Token]()
+        options: dict[str, Any] = {"token_ids": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, **how}
+        async with self.client.generate(timeout_s=TIMEOUT_S, **options) as stream:
+            async for token in stream:
                 times.append(time.perf_counter() - began)
+                told.append(token)
                 if len(times) == 1:
                     on_first()
-            return Heard(times, stream.result)
+            return Heard(times, told, stream.result)
 
     async def ask_alone(self, prompt: Sequence[int], tokens: int) -> Heard:
         """Asks after a pause."""
@@ -109,25 +112,44 @@ class Processes:
     router: int
     workers: list[tuple[str, int]]  # pool and process
     facts: dict[str, int]
+    gpus: bool = False
+    log: str = ""  # of the first worker
 
     @classmethod
     def of(cls, admin: str) -> "Processes":
         with grpc.insecure_channel(admin, [("grpc.enable_http_proxy", 0)]) as channel:
-            told = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
-        records = [worker.record for worker in told.workers]
+            stub = worker_pb2_grpc.AdminStub(channel)
+            told = stub.Status(worker_pb2.StatusRequest(), timeout=10)
+            records = [worker.record for worker in told.workers]
+            asked = worker_pb2.AdminLogsRequest(name=records[0].name, lines=LOG_LINES)
+            log = b"".join(page.text for page in stub.Logs(asked, timeout=10))
         names = ("block_size", "max_model_len", "kv_blocks", "max_num_seqs")
-        pids = [(record.pool, record.pid) for record in records]
-        return cls(told.router.pid, pids, {name: int(getattr(records[0], name)) for name in names})
+        return cls(
+            told.router.pid,
+            [(record.pool, record.pid) for record in records],
+            {name: int(getattr(records[0], name)) for name in names},
+            bool(records[0].gpus),
+            log.decode(errors="replace"),
+        )
+
+    def engine(self) -> float:
+        """Processor seconds of the first worker's engine so far."""
+        return _engine(self.workers[0][1])[0]
 
     def used(self) -> dict[str, float]:
-        """Processor seconds so far. A worker's engine is that of its threads that has used the most, beside the main one, which has its
-        event loop; it does not count."""
+        """Processor seconds so far. A worker's engine does not count."""
         used = {"router": sum(_threads(self.router).values()), "client": time.process_time()}
         for pool, pid in self.workers:
-            threads = _threads(pid)
-            engine = max(seconds for thread, seconds in threads.items() if thread != pid)
-            used[pool] = used.get(pool, 0.0) + sum(threads.values()) - engine
+            engine, every = _engine(pid)
+            used[pool] = used.get(pool, 0.0) + every - engine
         return used
+
+
+def _engine(pid: int) -> tuple[float, float]:
+    """Processor seconds of a worker's engine, and of the worker. The engine is the thread that has used the most, beside the main one,
+    which has the event loop."""
+    threads = _threads(pid)
+    return max(seconds for thread, seconds in threads.items() if thread != pid), sum(threads.values())
 
 
 def _threads(pid: int) -> dict[int, float]:
@@ -162,6 +184,7 @@ class Measurements:
     unlike: list[Unlike] = field(default_factory=list)
     loads: list[LoadedRun] = field(default_factory=list)
     facts: dict[str, int] = field(default_factory=dict)
+    guesses: HeardGuesses | None = None
 
 
 async def measure(
@@ -173,20 +196,22 @@ async def measure(
         raise ValueError(f"arrangements: {unknown[0]} is none of {', '.join(ARRANGEMENTS)}")
     if "colocated" not in only:
         raise ValueError("arrangements: colocated is missing: it is what tells how long steps take")
-    found = Measurements()
+    found, guesses = Measurements(), settings.get("engine.speculation", "none") != "none"
     arrangements: tuple[tuple[str, int, int, Callable[[Asker, Processes], Awaitable[None]]], ...] = (
         ("colocated", 0, 1, lambda asker, processes: _colocated(found, asker, processes, amount, chunk)),
         ("split", 1, 1, lambda asker, processes: _split(found, asker, processes, amount, chunk)),
         ("pair", 0, 2, lambda asker, processes: _pair(found, asker, amount)),
+        ("guesses", 0, 1, lambda asker, processes: _guesses(found, asker, processes, amount, settings)),
     )
     for name, prefill, decode, work in arrangements:
-        if name not in only:
+        if name not in only or (name == "guesses" and not guesses):
             continue
         note(f"{name}: {prefill} prefill and {decode} decode workers")
         sizes = {"prefill.replicas": str(prefill), "decode.replicas": str(decode), "router.bypass_tokens": "0"}
-        async with _running(keys := {**settings, **sizes}, found) as (asker, processes, door):
+        given = {**settings, "telemetry.log_level": "info"} if name == "guesses" else without_guesses(settings)
+        async with _running(keys := {**given, **sizes}, found) as (asker, processes, door):
             await work(asker, processes)
-            if name != "colocated":
+            if name in LOADED:
                 found.loads.append(await _load(asker, keys, door, amount))
     return found
 
@@ -238,6 +263,14 @@ async def _split(found: Measurements, asker: Asker, processes: Processes, amount
             found.rows["step"].append((_first(works_of_prompt(tokens, 0, chunk)), heard.times[0]))
             found.handoffs.append((tokens, int(heard.result.handoff["bytes"]), heard.times[1] - heard.times[0]))
     await _costs(found, asker, processes, amount)
+
+
+async def _guesses(found: Measurements, asker: Asker, processes: Processes, amount: Amount, settings: Mapping[str, str]) -> None:
+    alone = settings.get("engine.threads") == "1" and not processes.gpus
+    clock = processes.engine if alone else time.perf_counter
+    method, most = settings["engine.speculation"], int(settings.get("engine.speculation_tokens", 8))
+    found.guesses = await measure_guesses(asker, amount.guesses, method, most, clock)
+    found.guesses.known = known_of(processes.log)
 
 
 async def _prompts(rows: Rows, asker: Asker, amount: Amount, chunk: int) -> None:
@@ -400,89 +433,3 @@ def _sum(works: Sequence[Work]) -> dict[str, float]:
 def _first(works: Sequence[Work]) -> dict[str, float]:
     """The row of a time to the first token."""
     return {"path": 1.0, **_sum(works)}
-
-
-def profile_of(found: Measurements, model: str, engine: Mapping[str, object], amount: Amount, chunk: int) -> Profile:
-    """Fits the models; what nothing was measured of has none. Raises ValueError if too little was measured."""
-    machine = this_machine()
-    whole = fit(found.rows["step"], STEP, "times to the first token, and steps of batches, fitted together")
-    step = _part(whole, NUMBERS["step"])
-    costs = {name: _cost(found.rows[name], name) for name in ("router", "worker", "client")}
-    spent = sum(costs[name].values["request"] + costs[name].values["token"] for name in costs)  # one after the other, nobody waits
-    path = [{"request": max(0.0, each["path"] - spent)} for each in (whole.values, *whole.draws)]
-    models = {
-        "step": step,
-        **costs,
-        "path": Fitted(path[0], tuple(path[1:]), 0.0, whole.rows, "to the first token, less steps and what is computed beside"),
-    }
-    kv, workers = 0.0, 1.0
-    if found.handoffs:
-        models["handoff"] = fit(_beside_steps(found.handoffs, step), NUMBERS["handoff"], "from the first token to the second, less a step")
-        kv, workers = median(nbytes / context for context, nbytes, _ in found.handoffs), 2.0
-    if found.starts:
-        models["start"] = Fitted({"base": median(found.starts)}, (), 0.1, len(found.starts), "from `baton up` to the first answer")
-    if found.prompts:
-        models["sharing"] = _sharing(found, whole.values["path"], sum(costs[name].values["token"] for name in costs))
-    region = {
-        "prompt tokens": (1.0, float(amount.prompts[-1])),
-        "output tokens": (1.0, 160.0),
-        "prefill workers": (0.0, workers if found.handoffs else 0.0),
-        "decode workers": (1.0, workers),
-        "tokens a step": (64.0, float(chunk)),
-    }
-    cores = f"{machine['processor']}, {machine['cores']} cores"
-    about = {"commit": _commit(), "when": str(machine["when"]), "load": machine["load_before"]}
-    options = {**engine, **found.facts, "max_num_batched_tokens": chunk}
-    made = Profile("measured", cores, model, options, kv, "sum", models, region, **about)
-    if found.loads and "sharing" in models:
-        made = replace(made, models=models | {"crowding": crowding_of(made, found.loads, int(machine["cores"]))})
-    return made
-
-
-def _cost(rows: Rows, model: str) -> Fitted:
-    """A number that nothing was measured of has no value."""
-    names = [name for name in NUMBERS[model] if any(counts.get(name) for counts, _ in rows)]
-    return fit(rows, names, "processor time that the system counted")
-
-
-def _sharing(found: Measurements, path: float, token: float) -> Fitted:
-    """`path`: seconds to a first token that no step takes. `token`: what router, worker and client compute for one. While two workers
-    compute, no core is left for that: it is a part of what a token then takes, and takes half of its time from the core of a prompt."""
-    alone = median(first for first, _ in found.prompts) - path
-    pace = median((first for first, _ in found.paces)) if found.paces else 0.0
-    pairs = [{"pair": _speed(first - path, both - path)} for first, both in found.prompts]
-    decodes = [{"decode": _speed(first, both - token)} for first, both in found.paces] or [{}]
-    unlike = [
-        {"prompt_beside": _speed(alone, each.prompt - path - each.tokens * token / 2), "decode_beside": _speed(pace, each.token - token)}
-        for each in (found.unlike if pace else ())
-    ] or [{}]
-    draws = tuple({**one, **two, **three} for one, two, three in product(pairs, decodes, unlike))
-    values = {name: median(draw[name] for draw in draws) for name in draws[0]}
-    rows = len(found.prompts) + len(found.paces) + len(found.unlike)
-    return Fitted(values, draws, 0.0, rows, "prompts, and answers, on one worker, on two, and beside each other")
-
-
-def _speed(alone: float, beside: float) -> float:
-    return max(LEAST_S, alone) / max(LEAST_S, alone, beside)
-
-
-def _beside_steps(handoffs: Sequence[tuple[int, int, float]], step: Fitted) -> Rows:
-    numbers = dict.fromkeys(NUMBERS["step"], 0.0) | dict(step.values)
-    return [
-        ({"base": 1.0, "byte": float(nbytes)}, max(LEAST_S, seconds - step_seconds(numbers, "sum", Work(decodes=1, context=context))))
-        for context, nbytes, seconds in handoffs
-    ]
-
-
-def _part(whole: Fitted, names: Sequence[str]) -> Fitted:
-    def only(values: Mapping[str, float]) -> dict[str, float]:
-        return {name: value for name, value in values.items() if name in names}
-
-    return Fitted(only(whole.values), tuple(only(draw) for draw in whole.draws), whole.error, whole.rows, whole.source)
-
-
-def _commit() -> str:
-    """Empty where this is no checkout."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"})
-    return done.stdout.strip()

@@ -4,11 +4,15 @@ from dataclasses import dataclass
 
 from baton.cluster.config import Config
 from baton.cluster.config_router import RouterConfig, SloConfig
+from baton.predict.guessing import with_guesses
 from baton.profile.file import Profile
 from baton.simulate.cluster import Sizes
 
 # What decides nothing that is simulated but is left open in the configuration of an engine, as `baton.engine.defaults` has it on a CPU.
-DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "block_size": 16, "max_model_len": 1 << 16, "kv_blocks": 4096}
+DEFAULTS = {
+    "max_num_seqs": 64, "max_num_batched_tokens": 512, "block_size": 16, "max_model_len": 1 << 16, "kv_blocks": 4096,
+    "speculation_batch_tokens": 256,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,8 @@ class ClusterSetting:
     def asked(self) -> dict[str, float]:
         """What is asked, by the names of a profile's region."""
         sizes = self.sizes
-        return {"prefill workers": sizes.prefill, "decode workers": sizes.decode, "tokens a step": sizes.max_num_batched_tokens}
+        found = {"prefill workers": sizes.prefill, "decode workers": sizes.decode, "tokens a step": sizes.max_num_batched_tokens}
+        return found if sizes.speculation == "none" else {**found, "guesses a step": sizes.speculation_tokens}
 
 
 def setting_of(config: Config, profile: Profile, cores: int | None = None) -> ClusterSetting:
@@ -47,14 +52,13 @@ def setting_of(config: Config, profile: Profile, cores: int | None = None) -> Cl
         min(length, kv_blocks * block), config.engine.max_queue, batching=config.engine.batching,
         batch_wait_s=config.engine.batch_wait_s,
     )  # fmt: skip
-    return ClusterSetting(sizes, config.router, config.slo, config.router.replicas, cores, tuple(_unknown(config, profile)))
+    sizes, unsure = with_guesses(sizes, config, profile, option("speculation_batch_tokens"))
+    return ClusterSetting(sizes, config.router, config.slo, config.router.replicas, cores, (*unsure, *_unknown(config, profile)))
 
 
 def _unknown(config: Config, profile: Profile) -> list[str]:
     engine, tiers = config.engine, config.tiers
     found = []
-    if engine.speculation != "none":
-        found.append(f"engine.speculation {engine.speculation}: no guesses are simulated")
     if tiers.memory_mib or tiers.disk or tiers.object:
         found.append("tiers: what leaves the pool is computed again")
     for name in ("threads", "weight_dtype", "kv_dtype", "kind"):

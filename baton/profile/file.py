@@ -31,7 +31,7 @@ from typing import Any, Self
 
 import yaml
 
-from baton.profile.models import NUMBERS, Fitted, Form
+from baton.profile.models import CHANCES, NUMBERS, OF_GUESSES, Fitted, Form
 
 VERSION = 1
 DIGITS = 6  # significant
@@ -78,7 +78,7 @@ class Profile:
     @property
     def unmeasured(self) -> tuple[str, ...]:
         """Names of the models that it does not have: what they would tell takes no time."""
-        return tuple(name for name in NUMBERS if name not in self.models)
+        return tuple(name for name in NUMBERS if name not in self.models and name not in OF_GUESSES)
 
     def plain(self) -> dict[str, Any]:
         """What a file of it contains, as `read` takes it."""
@@ -148,6 +148,8 @@ def _numbers(model: str, told: Mapping[str, Any]) -> dict[str, float]:
             raise ValueError(f"models.{model}.{name}: is none of {', '.join(NUMBERS[model])}")
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"models.{model}.{name}: {value!r} is not a finite number from 0 on")
+        if name in CHANCES and value > 1:
+            raise ValueError(f"models.{model}.{name}: {value!r} is a chance, and above 1")
     return values
 
 

@@ -1,6 +1,11 @@
 """The models of a profile: which numbers each has, and what follows from them. All times are seconds.
 
-    step      of an engine, from what it computes (`Work`)
+    step      of an engine, from what it computes (`Work`); guess for each guess that it verifies, guess_context for each token before
+              one, draft for each place of a draft
+    guesses   no times, but chances, and tokens: see `baton.simulate.guesses`
+    known     what an engine that guesses has measured of its own steps when it started, and decides by (`baton.engine.measure_steps`): its
+              `Line` (rows_1, …), its `Upkeep` (sequence to guess_token), and drafts with one guess and with several, for one sequence and
+              for eight. 0: not measured
     handoff   KV from a prefill worker to a decode worker: base + byte * bytes
     router    processor time of the router: request + token * output tokens
     worker    processor time of a worker beside its steps: request + token * output tokens; lend, of a prefill worker for a handoff, and
@@ -26,9 +31,10 @@ from typing import Literal, NamedTuple
 
 Form = Literal["sum", "roof"]
 PAIR = ("request", "token")
+KNOWN_ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 # The numbers of each model. Those of a step's `Work` have its names; `read` is time of memory, where the form is a roof.
 NUMBERS: Mapping[str, tuple[str, ...]] = {
-    "step": ("step", "read", "tokens", "pairs", "decodes", "context", "mixed"),
+    "step": ("step", "read", "tokens", "pairs", "decodes", "context", "mixed", "guess", "guess_context", "draft"),
     "handoff": ("base", "byte"),
     "router": PAIR,
     "worker": (*PAIR, "lend", "fetch"),
@@ -37,7 +43,14 @@ NUMBERS: Mapping[str, tuple[str, ...]] = {
     "start": ("base",),
     "sharing": ("pair", "decode", "prompt_beside", "decode_beside"),
     "crowding": ("prompt", "decode"),
-}
+    "guesses": ("answers", "half", "first", "further"),
+    "known": (
+        *(f"rows_{rows}" for rows in KNOWN_ROWS), "sequence", "token", "guess", "guess_token",
+        "draft_1", "draft_8", "drafts_1", "drafts_8",
+    ),
+}  # fmt: skip
+OF_GUESSES = ("guesses", "known")  # nothing that takes time follows from them
+CHANCES = ("answers", "first", "further")
 
 
 class Work(NamedTuple):
@@ -45,8 +58,11 @@ class Work(NamedTuple):
 
     tokens: int = 0  # of prompts
     pairs: float = 0.0  # of a token of a prompt with itself or one before it
-    decodes: int = 0  # sequences that decode; each guess counts as another
+    decodes: int = 0  # sequences that decode
     context: int = 0  # tokens before those
+    guesses: int = 0  # that are verified beside them
+    guess_context: int = 0  # tokens before those
+    drafts: int = 0  # of those, of the sequence with the most: who drafts does so in so many steps of its own
 
     @property
     def mixed(self) -> bool:
@@ -60,11 +76,14 @@ def pairs_of(tokens: int, cached: int) -> float:
 
 
 def step_seconds(numbers: Mapping[str, float], form: Form, work: Work) -> float:
-    tokens, pairs, decodes, context = work
-    mixed = numbers["mixed"] if tokens and decodes else 0.0
+    tokens, pairs, decodes, context, guesses, guess_context, drafts = work
+    apart = numbers["mixed"] if tokens and decodes else 0.0  # what nothing else hides
     rows = numbers["tokens"] * tokens + numbers["decodes"] * decodes + numbers["pairs"] * pairs
     read = numbers["read"] + numbers["context"] * context
-    return numbers["step"] + mixed + (rows + read if form == "sum" else max(rows, read))
+    if guesses:
+        rows += numbers["guess"] * guesses + numbers["guess_context"] * guess_context
+        apart += numbers["draft"] * drafts
+    return numbers["step"] + apart + (rows + read if form == "sum" else max(rows, read))
 
 
 def decode_seconds(numbers: Mapping[str, float], form: Form, decodes: int, context: int, steps: int) -> list[float]:

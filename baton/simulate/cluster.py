@@ -16,7 +16,7 @@ from baton.cluster.rpc import Tasks
 from baton.cluster.telemetry import Tracer
 from baton.engine.core.limits import Batching, Limits
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.speculation import Offer
+from baton.engine.core.speculation import NONE, NOTHING_OFFERED
 from baton.simulate.cores import Computes
 from baton.simulate.feed import FedIndex
 from baton.simulate.memory_registry import MemoryRegistry
@@ -50,11 +50,17 @@ class Sizes:
     decode_kv_blocks: int | None = None  # of one decode worker, if these are unlike
     batching: Batching = "continuous"
     batch_wait_s: float = 0.5
+    speculation: str = NONE  # the method
+    speculation_tokens: int = 8
+    speculation_batch_tokens: int = 1 << 20
 
     @property
     def limits(self) -> Limits:
         tokens = max(self.max_num_batched_tokens, self.max_num_seqs)
-        return Limits(self.max_num_seqs, tokens, max_queue=self.max_queue, batching=self.batching, batch_wait_s=self.batch_wait_s)
+        return Limits(
+            self.max_num_seqs, tokens, max_queue=self.max_queue, batching=self.batching, batch_wait_s=self.batch_wait_s,
+            speculation_batch_tokens=self.speculation_batch_tokens,
+        )  # fmt: skip
 
 
 def worker(name: str, pool: RoleName, sizes: Sizes) -> WorkerRecord:
@@ -64,6 +70,7 @@ def worker(name: str, pool: RoleName, sizes: Sizes) -> WorkerRecord:
     return WorkerRecord(
         name, pool, f"{name}:1", 1, "ready", 1, "host", "model", "model", TOKENIZER, size, sizes.max_model_len, blocks, "model",
         load, roles=(pool,), max_num_seqs=sizes.max_num_seqs,
+        speculation=() if sizes.speculation == NONE else (sizes.speculation,), speculation_tokens=sizes.speculation_tokens,
     )  # fmt: skip
 
 
@@ -110,8 +117,9 @@ class SimulatedRouter:
             deadline = self._clock() + timeout_s
             sampling = AskSampling(max_tokens=max_tokens)
             asked = Ask(token_ids=tuple(prompt), request_id=request_id, priority=priority, sampling=sampling)
-            asked, _ = self.journal.degradation.serve(asked, Offer())
-            params = replace(params, max_tokens=asked.sampling.max_tokens or max_tokens)
+            served = self.view.models["model"].served
+            asked, _ = self.journal.degradation.serve(asked, NOTHING_OFFERED if served is None else served.offer)
+            params = replace(params, max_tokens=asked.sampling.max_tokens or max_tokens, speculation=asked.speculation)
             async with self._gate.place(entry, asked, deadline):
                 request = Request(request_id, list(prompt), len(prompt), params, "", deadline, entry.trace, priority=priority)
                 entry.request = request
@@ -138,7 +146,11 @@ class SimulatedCluster:
     ) -> None:
         """`cores`: which all processes share; None: each has its own. `large`: routers hear of workers as `baton.simulate.onlooker` has
         it, a token takes no processor time of a router or of a worker beside its steps, and steps are jumped over
-        (`baton.simulate.jumps`), unless `jumps` is False or cores are shared: then the simulation takes longer, and is the same."""
+        (`baton.simulate.jumps`), unless `jumps` is False or cores are shared: then the simulation takes longer, and is the same.
+
+        Raises ValueError for a method that guesses without `Times.guesses`."""
+        if sizes.speculation != NONE and times.guesses is None:
+            raise ValueError(f"speculation: {sizes.speculation}: nothing says how often its guesses are right")
         pools: tuple[tuple[RoleName, int], ...] = (("prefill", sizes.prefill), ("decode", sizes.decode))
         self.records = [worker(f"{pool}-{number}", pool, sizes) for pool, size in pools for number in range(size)]
         self.registry = MemoryRegistry(now=loop_time)

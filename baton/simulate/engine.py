@@ -3,6 +3,7 @@ as a model of it says. Steps in which nothing is decided may be jumped over (`ba
 
 import asyncio
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from itertools import accumulate
 
 from baton.engine.core.commands import Commands, facts
 from baton.engine.core.contract import EngineLoad, Listener
+from baton.engine.core.drafting import Drafter
 from baton.engine.core.engine import Engine, Output
 from baton.engine.core.kvcache import KvLayout, KvPool
 from baton.engine.core.limits import Limits
@@ -41,18 +43,29 @@ class StepPace:
 
 def work_of(batch: Seq[Chunk]) -> Work:
     """What a step with these chunks computes."""
-    tokens = decodes = context = 0
+    tokens = decodes = context = guesses = guess_context = drafts = 0
     pairs = 0.0
     for chunk in batch:
         seq = chunk.seq
         if seq.decoding:
-            rows = chunk.positions
-            decodes += rows
-            context += rows * seq.computed
+            decodes += 1
+            context += seq.computed
+            if chunk.drafts:
+                guesses += chunk.guesses
+                guess_context += chunk.guesses * seq.computed
+                drafts = max(drafts, chunk.guesses)
         else:
             tokens += chunk.n
             pairs += pairs_of(chunk.n, seq.computed)
-    return Work(tokens, pairs, decodes, context)
+    return Work(tokens, pairs, decodes, context, guesses, guess_context, drafts)
+
+
+def sampled(chunk: Chunk) -> Tokens:
+    """The token at a position is its number, also after a wrong guess."""
+    if not chunk.samples:
+        return ()
+    known = len(chunk.seq.tokens)
+    return tuple([Sampled(position % VOCABULARY) for position in range(known, known + 1 + len(chunk.drafts))])
 
 
 class ProfiledPace:
@@ -89,7 +102,7 @@ class ModelledRunner:
         work = work_of(batch)
         self.step_s = self.pace(work)
         self.kind = "prompt" if work.tokens else "decode"
-        return [(Sampled(len(chunk.seq.tokens) % VOCABULARY),) if chunk.samples else () for chunk in batch]
+        return [sampled(chunk) for chunk in batch]
 
     def decodes(self, decodes: int, context: int, steps: int) -> list[float]:
         """How long each of so many steps takes in which the same sequences decode. `context`: of the first."""
@@ -156,13 +169,14 @@ class ModelledEngine(Commands):
 
     def __init__(
         self, runner: ModelledRunner, limits: Limits, listener: Listener, tell: Callable[[Told], None] | None = None,
-        cores: Computes | None = None, number: int = 0,
+        cores: Computes | None = None, number: int = 0, drafter: Drafter | None = None,
     ) -> None:  # fmt: skip
-        """`number`: its place among engines whose steps end at one moment. With `tell`, and with processor time of its own, steps may be
-        jumped over: then `tell` gets what they bring, in place of the listener's `on_step`, tokens of decodes when their sequence ends, or
-        when somebody asks for them (`ask`); and `on_batch` gets only steps that were not jumped over."""
+        """`drafter`: who guesses (`baton.simulate.guesses`). `number`: its place among engines whose steps end at one moment. With `tell`,
+        and with processor time of its own, steps may be jumped over: then `tell` gets what they bring, in place of the listener's
+        `on_step`, tokens of decodes when their sequence ends, or when somebody asks for them (`ask`), or when a step brings several; and
+        `on_batch` gets only steps that were not jumped over."""
         max_len = min(runner.max_positions, runner.pool.num_blocks * runner.layout.block_size)
-        super().__init__(Engine(runner, limits, max_len), listener)
+        super().__init__(Engine(runner, limits, max_len, drafter=drafter), listener)
         self._runner, self.number = runner, number
         self._cores = None if isinstance(cores, OwnCores) or cores is None else cores
         self._wake = Bell(self._ring)  # type: ignore[assignment]
@@ -331,7 +345,10 @@ class ModelledEngine(Commands):
             self._preemptions = self._engine.counts.preemptions
             for seq in [seq for seq in untold.since if seq.state is State.WAITING]:
                 self._tell(Told(seq, untold.take(seq)))
-        untold.extend([output.seq for output in outputs if output.sampled is not None], (now,))
+        tokens = Counter([output.seq for output in outputs if output.sampled is not None])
+        for seq in [seq for seq, count in tokens.items() if count > 1]:  # a step tells one end of each sequence
+            self._tell(Told(seq, [*untold.take(seq), *[now] * tokens.pop(seq)]))
+        untold.extend(tokens, (now,))
         for output in outputs:
             seq = output.seq
             if output.sampled is None or seq.state is not State.RUNNING or seq in self.awaited:

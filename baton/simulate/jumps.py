@@ -4,7 +4,8 @@ Between two events that change a batch, an engine does the same in every step: e
 until the next event are known at once. They are the sum of the steps' times (`baton.profile.models.decode_seconds`), added in the order in
 which the steps would have added them. Nothing in them needs to be decided:
 
-    the batch         `plain_steps` counts how many steps no sequence ends, none waits that could begin, and each finds its block
+    the batch         `plain_steps` counts how many steps no sequence ends, none waits that could begin, none is guessed for, and each finds
+                      its block
     the blocks        a sequence takes one when its last is full, and seals that; `Jump.reach` does both in the order of the steps
     the tokens        a modelled token is its position, so it is known before its step; `Jump.settle` appends them
     a command         comes between two steps: it waits for the end of the step under way, with which the jump ends (`Jump.under_way`)
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 
 from baton.engine.core.engine import Engine
 from baton.engine.core.sequence import Sequence
+from baton.engine.core.speculation import NONE, NOTHING_OFFERED
 
 VOCABULARY = 1 << 16
 IDS = tuple(range(VOCABULARY))  # one object for each token, however many sequences have it
@@ -39,7 +41,7 @@ def plain_steps(engine: Engine, most: int) -> int:
     """The most steps in which running sequences decode and nothing else happens, if nobody asks for anything."""
     scheduler, block = engine.scheduler, engine.block_size
     running = scheduler.running
-    if not running or scheduler.attached or not all(_plain(seq, block) for seq in running):
+    if not running or scheduler.attached or may_guess(engine) or not all(_plain(seq, block) for seq in running):
         return 0
     if scheduler.waiting and scheduler.may_begin(scheduler.waiting[0]):
         return 0
@@ -47,6 +49,14 @@ def plain_steps(engine: Engine, most: int) -> int:
     while steps >= LEAST and sum(max(0, -(-(seq.computed + steps - seq.room(block)) // block)) for seq in running) > engine.pool.available:
         steps //= 2
     return steps if steps >= LEAST else 0
+
+
+def may_guess(engine: Engine) -> bool:
+    """Whether a step in which the running sequences decode may have guesses."""
+    running, offer = engine.scheduler.running, engine.drafter.offer
+    if offer is NOTHING_OFFERED or len(running) >= engine.scheduler.limits.speculation_batch_tokens:
+        return False
+    return any(offer.method_for(seq.params.speculation) != NONE for seq in running)
 
 
 def _plain(seq: Sequence, block: int) -> bool:

@@ -2,7 +2,7 @@
 handoff and a message take. Live transfers and loans of cached blocks are not modelled: KV is handed over once the prompt is computed."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from baton.simulate.cores import Computes, OwnCores, Thread
 from baton.simulate.engine import ModelledEngine, ModelledRunner, ProfiledPace, StepPace, Told
 from baton.simulate.feed import Feed
 from baton.simulate.flight import Flight
+from baton.simulate.guesses import GuessChances, drafter_of
 from baton.simulate.virtual_time import MESSAGES, until
 from baton.worker.prompts import PacedNews, Prompts
 from baton.worker.refusal import failure, refusal
@@ -47,6 +48,8 @@ class Times:
     worker: tuple[float, float] = (0.0, 0.0)
     handoff_work: tuple[float, float] = (0.0, 0.0)  # processor time of a handoff, as a part of its time: of its two workers
     decode_pace: Callable[[Work], float] | None = None  # of decode workers, where these are unlike
+    guesses: GuessChances | None = None
+    known: Mapping[str, float] | None = None  # by an engine that guesses, of its steps; None: what they take
 
     @classmethod
     def of(cls, profile: Profile, travel_s: float = 0.0, decode: Profile | None = None) -> "Times":
@@ -56,6 +59,8 @@ class Times:
             ProfiledPace(profile), handoff["base"], handoff["byte"] * profile.kv_token_bytes, travel_s,
             (router["request"], router["token"]), (worker["request"], worker["token"]), (worker["lend"], worker["fetch"]),
             None if decode is None else ProfiledPace(decode),
+            GuessChances(**profile.values("guesses")) if "guesses" in profile.models else None,
+            profile.values("known") if "known" in profile.models else None,
         )  # fmt: skip
 
 
@@ -71,8 +76,11 @@ class ModelledWorker:
         times = fleet.times
         pace = times.decode_pace if record.pool == "decode" and times.decode_pace else times.pace
         runner = ModelledRunner(pace, record.kv_blocks, record.block_size, record.max_model_len)
-        listener = Listener(self._on_step, self._on_cache, self._on_failure)
-        self.engine = ModelledEngine(runner, fleet.limits, listener, self._on_told if fleet.jumps else None, fleet.cores, number)
+        listener, told = Listener(self._on_step, self._on_cache, self._on_failure), self._on_told if fleet.jumps else None
+        drafter = None
+        if record.speculation and times.guesses is not None:
+            drafter = drafter_of(record.speculation[0], record.speculation_tokens, times.guesses, pace, times.known)
+        self.engine = ModelledEngine(runner, fleet.limits, listener, told, fleet.cores, number, drafter)
         if fleet.feed is not None:
             self.engine.changes = partial(fleet.feed.expect, self.engine)
         self.engine.start()

@@ -1,8 +1,9 @@
 """Cases that were measured twice: what is judged, and what the two measurements do not agree about."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from loadtest.slo import Slo
 GOODPUT, TAIL, TTFT = "goodput (/s)", "TTFT P99 (ms)", "TTFT P50 (ms)"
 
 
-def measured(number: int, void: str = "", **figures: float) -> MeasuredCase:
+def measured(number: int, figures: Mapping[str, float] = MappingProxyType({}), void: str = "") -> MeasuredCase:
     return MeasuredCase("tale", CASES[number], 2.0, Slo(ttft_s=0.1), 15.0, [{GOODPUT: 1.0, **figures}], void)
 
 
@@ -24,11 +25,11 @@ def outcome(of: MeasuredCase, goodput: float) -> Outcome:
 
 
 def test_two_measurements_are_judged_by_their_mean_and_told_apart() -> None:
-    both = merged(measured(0, **{TTFT: 10.0}), measured(0, void="late", **{TTFT: 14.0}))
+    both = merged(measured(0, {TTFT: 10.0}), measured(0, {TTFT: 14.0}, void="late"))
     assert both.mean(TTFT) == 12.0 and both.apart(TTFT) == pytest.approx(4 / 12) and both.void == "late"
     assert both.mean("hit rate") is None and both.apart("hit rate") is None
     assert measured(0).apart(GOODPUT) is None, "there is nothing that it could differ from"
-    rows = apart([both, merged(measured(1, **{TTFT: 10.0}), measured(1, **{TTFT: 10.0}))])
+    rows = apart([both, merged(measured(1, {TTFT: 10.0}), measured(1, {TTFT: 10.0}))])
     assert rows[TTFT]["median"] == pytest.approx(1 / 6) and rows[TTFT]["worst"] == pytest.approx(1 / 3)
     assert rows["all but TTFT P99"]["median"] == 0.0 and TAIL not in rows
 

@@ -9,12 +9,10 @@ from baton.cluster.errors import BatonError
 from baton.cockpit.experiments import find
 from baton.cockpit.knobs import Settings
 from baton.cockpit.load import load_of
-from baton.cockpit.setup import GUESS_COST, Guessing, Simulation, simulation_of
-from baton.plan.formulae import tokens_per_step
+from baton.cockpit.setup import GUESS_COST, Simulation, simulation_of
 from baton.profile.file import Profile
 from baton.profile.models import Fitted, Work
-from baton.simulate.engine import StepPace
-from baton.simulate.workers import Times
+from baton.simulate.guesses import GuessChances
 
 SHORT: dict[str, Any] = {"rate": 2.0, "duration_s": 5, "prompt": 64, "output": 16}
 
@@ -24,22 +22,17 @@ def made(measured: Path | None = None, **settings: Any) -> Simulation:
     return simulation_of(one, load_of(find("size"), one), measured)
 
 
-def test_guesses_take_what_the_formula_says() -> None:
-    plain = Times(pace=StepPace(step_s=0.02, prompt_token_s=0.001, sequence_s=0.001))
-    pace = Guessing(plain, acceptance=0.5, guesses=3)
-    step = (0.02 + 4 * 8 * 0.001 + 3 * GUESS_COST * (0.02 + 8 * 0.001)) / tokens_per_step(0.5, 3)
-    assert pace(Work(decodes=8)) == pytest.approx(step)
-    assert pace(Work(tokens=10, decodes=8)) == plain.pace(Work(tokens=10, decodes=8)), "a step with a prompt has no guesses"
-    assert Guessing(plain, 0.9, 4)(Work(decodes=1)) < plain.pace(Work(decodes=1)) < Guessing(plain, 0.0, 4)(Work(decodes=1))
-    gains = [plain.pace(Work(decodes=batch)) / Guessing(plain, 0.7, 4)(Work(decodes=batch)) for batch in (1, 16, 256)]
-    assert gains == sorted(gains, reverse=True) and gains[0] > 1 > gains[-1], "it stops paying in large batches"
-
-
-def test_speculation_is_said_to_be_a_formula_and_changes_the_pace() -> None:
-    off, on = made(), made(speculation="on", acceptance=0.8)
+def test_guesses_are_said_to_be_assumed_and_are_as_they_were_set() -> None:
+    off, on = made(), made(speculation="on", acceptance=0.8, guesses=3)
     assert off.doubts == ("nothing was measured: the profile is from the sheet h100",)
-    assert "guesses are a formula" in on.doubts[-1] and "a = 0.8" in on.doubts[-1]
-    assert on.times.pace(Work(decodes=4)) < off.times.pace(Work(decodes=4))
+    assert on.doubts[:-1] == off.doubts and on.doubts[-1].startswith("guesses are assumed: 3 a step at most, each right with 0.8")
+    assert (on.setting.sizes.speculation, on.setting.sizes.speculation_tokens) == ("draft", 3) and off.setting.sizes.speculation == "none"
+    assert on.times.guesses == GuessChances(1.0, 0.0, 0.8, 0.8) and off.times.guesses is None
+    plain = on.times.pace(Work(decodes=8))
+    assert plain == off.times.pace(Work(decodes=8)), "a step without guesses takes what it took"
+    drafts = on.times.pace(Work(decodes=8, guesses=24, drafts=3)) - on.times.pace(Work(decodes=8, guesses=24))
+    assert drafts == pytest.approx(3 * GUESS_COST * on.times.pace(Work(decodes=1)))
+    assert on.times.pace(Work(decodes=8, guesses=4000)) > 1.5 * plain, "rows count where computing binds"
 
 
 def test_a_larger_model_is_slower_and_leaves_less_room_and_fewer_bits_take_it_back() -> None:

@@ -42,7 +42,7 @@ async def test_what_requests_share_is_computed_once() -> None:
 async def test_guesses_pay_less_in_a_large_batch_and_cost_where_they_are_wrong() -> None:
     async def token_s(rate: float, **settings: Any) -> float:
         run = await simulated("speculation", rate=rate, output=64, **settings)
-        assert any("guesses are a formula" in doubt for doubt in run.doubts) == (settings["speculation"] == "on")
+        assert any("guesses are assumed" in doubt for doubt in run.doubts) == (settings["speculation"] == "on")
         return float(run.figures["tpot_p50"])
 
     gain = {rate: await token_s(rate, speculation="off") / await token_s(rate, speculation="on") for rate in (2.0, 60.0)}

@@ -15,7 +15,8 @@ from baton.plan.hardware import DEVICES
 from baton.plan.pools import WorkerKind, sized
 from baton.plan.shape import KNOWN
 from baton.predict.crowding import COMPARED, LoadedRun, crowding_of
-from baton.predict.measure import QUICK, Measurements, Rows, Unlike, profile_of
+from baton.predict.fitted import profile_of
+from baton.predict.measure import QUICK, Measurements, Rows, Unlike
 from baton.predict.predict import Offer, doubts, interval, predict, run
 from baton.predict.report import offer_of
 from baton.predict.setting import setting_of

@@ -10,9 +10,11 @@ from engine_bench import BLOCK, CHUNK, MAX_LEN, MAX_QUEUE, Bench, Capability
 from engine_contract import *  # noqa: F403
 
 from baton.engine.core.contract import EngineStopped
+from baton.engine.core.drafting import Drafter
 from baton.engine.core.limits import Limits
 from baton.profile.models import Work
 from baton.simulate.engine import ModelledEngine, ModelledRunner, StepPace
+from baton.simulate.guesses import GuessChances, drafter_of
 
 LACKS: dict[Capability, str] = {
     "grammars": "nothing is drawn: a modelled token is its position",
@@ -23,17 +25,19 @@ LACKS: dict[Capability, str] = {
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.virtual_time]
 
 
-def started(pace: Callable[[Work], float]) -> Bench:
+def started(pace: Callable[[Work], float], drafter: Drafter | None = None) -> Bench:
     made = Bench(separates_output=True, lacks=LACKS)
-    engine = ModelledEngine(ModelledRunner(pace, 256, BLOCK, MAX_LEN), Limits(4, CHUNK, max_queue=MAX_QUEUE), made.listener)
+    limits = Limits(4, CHUNK, max_queue=MAX_QUEUE)
+    engine = ModelledEngine(ModelledRunner(pace, 256, BLOCK, MAX_LEN), limits, made.listener, drafter=drafter)
     engine.start()
     made.engine = engine
     return made
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def bench() -> AsyncIterator[Bench]:
-    made = started(StepPace())
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["plain", "guessing"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    pace = StepPace()
+    made = started(pace, drafter_of("draft", 4, GuessChances(0.8, 0.0, 0.6, 0.8), pace) if request.param else None)
     yield made
     await made.close()
 

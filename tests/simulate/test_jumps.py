@@ -1,7 +1,7 @@
 """A large cluster whose steps are jumped over does what it does step by step, to the last bit."""
 
 import asyncio
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,14 +16,19 @@ from baton.engine.core.sampling import Sampled, SamplingParams
 from baton.engine.core.sequence import Finish, Sequence
 from baton.profile.file import Profile
 from baton.profile.models import Fitted, Form, Work, decode_seconds, step_seconds
+from baton.simulate import jumps as jumping
 from baton.simulate.cluster import SimulatedCluster, SimulatedRouter, Sizes
 from baton.simulate.engine import ProfiledPace, StepPace, Told
 from baton.simulate.flight import Flight
+from baton.simulate.guesses import GuessChances
 from baton.simulate.jumps import VOCABULARY, Jump, ids
 from baton.simulate.virtual_time import run, until
 from baton.simulate.workers import Times
 
-NUMBERS = {"step": 1.3e-3, "read": 7.1e-3, "tokens": 4.7e-5, "pairs": 1.1e-8, "decodes": 3.1e-4, "context": 1.7e-6, "mixed": 2e-4}
+NUMBERS = {
+    "step": 1.3e-3, "read": 7.1e-3, "tokens": 4.7e-5, "pairs": 1.1e-8, "decodes": 3.1e-4, "context": 1.7e-6, "mixed": 2e-4,
+    "guess": 9e-5, "draft": 1e-5,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,7 @@ def test_a_long_answer_is_a_few_jumps_and_the_same() -> None:
     assert seen.jumped > 600 and sum(map(len, seen.tokens.values())) == 700
 
 
+chance = st.sampled_from([0.0, 0.6, 1.0])
 moments = st.floats(0.0, 3.0, allow_nan=False)
 
 
@@ -171,11 +177,15 @@ def scenes(draw: st.DrawFn) -> Scene:
         max_model_len=400,
         batching=draw(st.sampled_from(["continuous", "continuous", "dynamic", "static"])),
         batch_wait_s=0.1,
+        speculation=draw(st.sampled_from(["none", "none", "prompt_lookup"])),
+        speculation_tokens=draw(st.sampled_from([1, 8])),
+        speculation_batch_tokens=draw(st.sampled_from([3, 256])),
     )
     form: Form = draw(st.sampled_from(["sum", "roof"]))
     pace: Any = draw(st.sampled_from([StepPace(), ProfiledPace(Profile("measured", "", "m", {}, 1.0, form, {"step": Fitted(NUMBERS)}))]))
     travel_s = draw(st.sampled_from([0.0, 0.0003, 0.05]))
-    times = Times(pace, 0.004, 1e-5, travel_s, draw(st.sampled_from([(0.0, 0.0), (0.001, 6e-5)])))
+    chances = draw(st.builds(GuessChances, chance, st.sampled_from([0.0, 40.0]), chance, chance))
+    times = Times(pace, 0.004, 1e-5, travel_s, draw(st.sampled_from([(0.0, 0.0), (0.001, 6e-5)])), guesses=chances)
     ask = st.builds(
         Ask,
         st.one_of(moments, st.sampled_from([0.5, 1.0])),
@@ -217,6 +227,27 @@ def test_those_that_wait_for_a_whole_batch_do_not_stop_jumps(batching: Batching)
     asks = tuple(Ask(0.1 * i, 40, 150, i) for i in range(12))
     seen = assert_same(Scene(asks, Sizes(0, 1, max_num_seqs=4, batching=batching, batch_wait_s=0.2), PLAIN))
     assert seen.jumped > 200
+
+
+GUESSED = Scene(
+    tuple(Ask(0.1 + 0.4 * i, 60 + i, 150, i) for i in range(4)),
+    Sizes(0, 1, speculation="prompt_lookup", speculation_batch_tokens=3),
+    replace(PLAIN, guesses=GuessChances(0.8, 0.0, 0.6, 0.8)),
+    looks=(0.333, 1.217),
+)
+
+
+def test_steps_that_guess_are_not_jumped_over_and_larger_ones_are() -> None:
+    seen = assert_same(GUESSED)
+    assert seen.jumped > 20, "three sequences fill a step"
+    assert any(told.counts.accepted_tokens > 50 for told, *_ in seen.engines)
+
+
+def test_a_jump_over_steps_that_guess_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setattr(jumping, "may_guess", lambda engine: False)
+    with pytest.raises(AssertionError):
+        assert_same(GUESSED)
 
 
 numbers = st.fixed_dictionaries(dict.fromkeys(NUMBERS, st.floats(1e-9, 1.0)))

@@ -388,5 +388,4 @@ class Chosen(Drafter):
     def _names(self, seq: Sequence) -> list[str]:
         asked = seq.params.speculation
         names = [PREDICTION] if asked.prediction else []
-        method = asked.method if asked.method in self.offer.names else self._default
-        return [name for name in (*names, method) if name in self._methods]
+        return [name for name in (*names, self.offer.method_for(asked)) if name in self._methods]

@@ -34,6 +34,10 @@ class Offer:
     def predictions(self) -> bool:
         return PREDICTION in self.methods
 
+    def method_for(self, asked: Speculation) -> str:
+        """What guesses for a request that asks for this: the method in force if it names none, or one that another worker had."""
+        return asked.method if asked.method in self.names else self.methods[0]
+
 
 UNASKED, NOTHING_OFFERED = Speculation(), Offer()
 
