@@ -27,8 +27,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from baton.answer import Token
-from baton.client import AsyncClient, Result
+from baton.client import AsyncClient, Result, Token
 from baton.predict.measure_guesses import GUESSES, GuessAmount, HeardGuesses, known_of, measure_guesses, with_guesses, without_guesses
 from baton.profile.file import Profile
 from baton.profile.fit import fit
