@@ -26,8 +26,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from baton.answer import Token
-from baton.client import AsyncClient, Result
+from baton.client import AsyncClient, Result, Token
 from baton.predict.crowding import LOAD_OUTPUT, LOAD_PROMPT, LoadedRun, loaded
 from baton.predict.measure_guesses import GUESSES, GuessAmount, HeardGuesses, known_of, measure_guesses, without_guesses
 from baton.profile.models import Work, works_of_prompt

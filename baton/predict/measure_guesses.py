@@ -24,15 +24,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from baton.answer import Token
+from baton.client import Result, Token
 from baton.profile.fit import DRAWS, fit
 from baton.profile.models import KNOWN_ROWS, Fitted
 from baton.simulate.guesses import Guess, looked_up, share_of
-
-if TYPE_CHECKING:
-    from baton.predict.measure import Asker
 
 NUMBERS = ("plain", "guess", "guess_context", "draft")
 OF_METHOD = ("speculation", "draft_model", "draft_dtype", "speculation_branches")  # keys of engine
@@ -41,6 +38,23 @@ SHORT = 4  # tokens of an answer that is as good as none
 LEAST_S = 1e-6
 SAID = "how many guesses a step gets follows from: "  # by `baton.engine.speculation`, before JSON
 HALVES = (0.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+
+
+class HeardTokens(Protocol):
+    """An answer."""
+
+    tokens: list[Token]
+    result: Result
+
+
+class Asks(Protocol):
+    """Who sends prompts: `baton.predict.measure.Asker`."""
+
+    def prompt(self, tokens: int) -> list[int]: ...
+
+    async def ask(self, prompt: Sequence[int], tokens: int, **how: Any) -> HeardTokens:
+        """`how`: further arguments of the client."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +87,10 @@ class GuessedStep(NamedTuple):
 
 @dataclass(slots=True)
 class GuessCount:
-    """Of one answer. By tokens of the output: questions after a guess that was not right, and those that had an answer."""
+    """What one answer says of its guesses."""
 
-    asked: Counter[int] = field(default_factory=Counter)
-    answered: Counter[int] = field(default_factory=Counter)
+    asked: Counter[int] = field(default_factory=Counter)  # by tokens of the output: questions after a guess that was not right
+    answered: Counter[int] = field(default_factory=Counter)  # of these
     right: int = 0  # of these answers
     went_on: int = 0  # guesses after a right one
     right_again: int = 0
@@ -107,7 +121,7 @@ def without_guesses(settings: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in settings.items() if key not in {f"engine.{name}" for name in OF_METHOD}}
 
 
-async def measure_guesses(asker: "Asker", amount: GuessAmount, method: str, most: int, clock: Callable[[], float]) -> HeardGuesses:
+async def measure_guesses(asker: Asks, amount: GuessAmount, method: str, most: int, clock: Callable[[], float]) -> HeardGuesses:
     """`most`: guesses of a sequence in a step. `clock`: seconds of the engine so far. Raises GenerateError."""
     texts = f"{amount.answers} answers of {amount.tokens} tokens to prompts of {amount.prompt} random tokens at temperature 0"
     found = HeardGuesses(most, f"{texts}, by {method}")
@@ -139,7 +153,7 @@ class _Timed:
     """An answer, as many times as `batch` says, which take the same steps together. What it takes more than a short one is what its steps
     take."""
 
-    asker: "Asker"
+    asker: Asks
     clock: Callable[[], float]
     prompt: Sequence[int]
     tokens: int
@@ -147,7 +161,7 @@ class _Timed:
     repeats: int
 
     async def row(self, how: Mapping[str, Any], plain: float, drafted: bool) -> tuple[Mapping[str, float], float]:
-        """Of an average step. `plain`: seconds of one without guesses; 0: this one is."""
+        """What an average step has, and its seconds. `plain`: those of one without guesses; 0: this one is."""
         seconds, guesses, context = min([await self._step(how) for _ in range(self.repeats)])
         drafts = guesses / self.batch if drafted else 0.0
         return {"plain": plain or seconds, "guess": guesses, "guess_context": context, "draft": drafts}, seconds
@@ -179,7 +193,7 @@ def steps_of(tokens: Sequence[Token]) -> list[GuessedStep]:
 
 
 def count_text(guesses: Iterable[Guess]) -> GuessCount:
-    """Of an answer in which it is known for each position from the second token on."""
+    """Counts for an answer in which each position from the second token on is known."""
     count, before = GuessCount(), Guess.WRONG
     for known, here in enumerate(guesses, 1):
         count.note(known, before, here)
@@ -188,7 +202,7 @@ def count_text(guesses: Iterable[Guess]) -> GuessCount:
 
 
 def count_steps(steps: Iterable[GuessedStep]) -> GuessCount:
-    """Of an answer by a method that has always an answer. What follows a draft that was right throughout was not asked for."""
+    """Counts for an answer by a method that always guesses. What follows a draft that was right throughout was not asked for."""
     count, follows_wrong = GuessCount(), 1  # the position after one that was not guessed right
     for step in steps:
         here = [Guess.RIGHT] * step.right + [Guess.WRONG] * (step.wrong > 0)

@@ -31,7 +31,11 @@ class ClusterSetting:
     def asked(self) -> dict[str, float]:
         """What is asked, by the names of a profile's region."""
         sizes = self.sizes
-        found = {"prefill workers": sizes.prefill, "decode workers": sizes.decode, "tokens a step": sizes.max_num_batched_tokens}
+        found: dict[str, float] = {
+            "prefill workers": sizes.prefill,
+            "decode workers": sizes.decode,
+            "tokens a step": sizes.max_num_batched_tokens,
+        }
         return found if sizes.speculation == "none" else {**found, "guesses a step": sizes.speculation_tokens}
 
 

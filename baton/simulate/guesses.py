@@ -53,12 +53,12 @@ class GuessChances:
             raise ValueError(f"half: {self.half!r} is no number of tokens")
 
     def answers_at(self, tokens: int) -> float:
-        """After so many of an output."""
+        """The chance of an answer after so many tokens of an output."""
         return self.answers * share_of(tokens, self.half)
 
 
 def share_of(tokens: int, half: float) -> float:
-    """Of the answers that there are in the end."""
+    """The share, of the answers that there are in the end, that there is after so many tokens."""
     return tokens / (tokens + half) if half else 1.0
 
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
@@ -63,21 +64,21 @@ class SimulatedAsker:
     def prompt(self, tokens: int) -> list[int]:
         return [self._rng.randrange(10, 256) for _ in range(tokens)]
 
-    async def ask(self, prompt: list[int], tokens: int, n: int = 1, prediction: object = None, **how: dict[str, Any]) -> Heard:
+    async def ask(self, prompt: Seq[int], tokens: int, n: int = 1, prediction: object = None, **how: Any) -> Heard:
         chances, pace = self._chances, self._pace
         if prediction:  # what the client says is right, and takes nobody's time
             chances, pace = GuessChances(1.0, 0.0, 1.0, 1.0), lambda work: self._pace(work._replace(drafts=0))
         runner = ModelledRunner(pace, 4096, 16, 1 << 14)
         engine = Engine(runner, Limits(), 1 << 14, drafter=drafter_of("draft", self._bound, chances, pace))
-        params = SamplingParams(tokens, 0.0, speculation=Speculation(**how.get("speculation", {})))
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, speculation=Speculation(**how.get("speculation", {})))
         for choice in range(n):
             engine.add(Sequence(str(choice), list(prompt), len(prompt), params, b""))
         told = list[Token]()
         while not engine.idle:
             for output in engine.step():
                 if output.sampled is not None:
-                    marks = {"guessed": output.guessed, "rejected": output.rejected, "choice": int(output.seq.id)}
-                    told.append(Token(len(told), output.sampled.token, "", **marks))
+                    token, choice = output.sampled.token, int(output.seq.id)
+                    told.append(Token(len(told), token, "", guessed=output.guessed, rejected=output.rejected, choice=choice))
             self.spent += runner.step_s
         ids = tuple(token.id for token in told if not token.choice)
         return Heard([], told, Result("", "", ids, "length", None, Usage(len(prompt), tokens, 0), {}, {}, {}))
@@ -91,7 +92,7 @@ async def test_the_measurement_finds_what_made_it() -> None:
     """Of a method that has always an answer."""
     sure = {"answers": 1.0, "half": 0.0, "first": 0.5, "further": 0.8}
     asker, amount = SimulatedAsker(pace, GuessChances(**sure)), GuessAmount(answers=150)
-    heard = await measure_guesses(asker, amount, "draft", 8, lambda: asker.spent)  # type: ignore[arg-type]
+    heard = await measure_guesses(asker, amount, "draft", 8, lambda: asker.spent)
     made = with_guesses({"step": Fitted(STEP, draws=(STEP,) * 16)}, heard)
     assert made["step"].values == pytest.approx({**STEP, **PLANTED}, rel=0.1)
     assert made["guesses"].values == pytest.approx(sure, rel=0.1) and made["guesses"].source.endswith("by draft")
