@@ -50,6 +50,7 @@ def start_flags(settings: Settings, name: str, folder: str) -> tuple[str, ...]:
     """The arguments of `baton` that start it. `folder`: of the model. It listens on loopback at free ports, and computes on the CPU."""
     flags = {
         "model.path": folder,
+        "model.served-name": settings.checkpoint,
         "cluster.name": name,
         "prefill.replicas": settings.prefill,
         "decode.replicas": settings.decode,

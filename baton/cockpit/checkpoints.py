@@ -19,8 +19,7 @@ class LocalModel:
 
     @property
     def says(self) -> str:
-        kind = "untrained, made for the run" if self.made else "ships"
-        return f"{self.name}: {self.parameters / 1e6:.2g} million parameters, {kind}"
+        return f"{self.name}: {self.parameters / 1e6:.2g} million parameters"
 
     @property
     def folder(self) -> Path:

@@ -87,7 +87,7 @@ class OwnCluster:
     def __init__(self, settings: Settings, doubts: list[str], folder: Path, lock: IO[str], program: Sequence[str]) -> None:
         """`folder`: for its log and its model. `lock` is closed when it has ended."""
         self.doubts = doubts
-        self._settings, self._folder, self._lock, self._program = settings, folder, lock, program
+        self._settings, self._lock, self._program = settings, lock, program
         self._log, self._made = folder / f"{NAME}-up.log", folder / f"{NAME}-model"
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -113,12 +113,12 @@ class OwnCluster:
             say(f"{model.name} is made")
             folder = self._made
             await self._make(model.made)
-        say("its cluster starts")
         up = self._spawn(*self._program, *start_flags(self._settings, NAME, str(folder)))
         while (running := state.read(NAME)) is None or running.pid != up.pid:
             if up.poll() is not None:
                 raise RuntimeError(f"its cluster did not start: {self._said()}")
-            say(f"its cluster starts: {self._said().rpartition(' / ')[2]}")
+            said = self._said().rpartition(" / ")[2]
+            say(f"its cluster starts: {said}" if said else "its cluster starts")
             await asyncio.sleep(LOOK_EVERY_S)
         endpoints = running.endpoints
         found = CockpitCluster(lambda door: Access(endpoints[door], ClientIdentity(), (NO_PROXY,)))
@@ -155,8 +155,8 @@ class OwnCluster:
         """The last lines of what its process wrote."""
         with suppress(OSError):
             lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-            return " / ".join(lines)[-MOST_TOLD:] or "no word"
-        return "no word"
+            return " / ".join(lines)[-MOST_TOLD:]
+        return ""
 
     async def _down(self) -> None:
         """Goes on to the end, however often the run is cancelled meanwhile. Raises RuntimeError for a process that is still there."""

@@ -8,6 +8,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,11 +19,13 @@ from baton.cluster.config_layers import load
 from baton.cluster.errors import BatonError, Reason
 from baton.cockpit import own as owns
 from baton.cockpit.bench import Bench, RunKept
-from baton.cockpit.bounds import LEAST_MOST, MOST_WORKERS, MachineRoom, notes, refuse_beyond, start_flags
+from baton.cockpit.bounds import KV_MIB, LEAST_MOST, MOST_WORKERS, MachineRoom, notes, refuse_beyond, start_flags
 from baton.cockpit.checkpoints import CHECKPOINTS
 from baton.cockpit.experiments import find
-from baton.cockpit.knobs import Settings
+from baton.cockpit.knobs import KNOBS, Menu, Settings
 from baton.cockpit.own import NAME, OwnClusters
+from baton.engine.build import build
+from baton.engine.options import Options
 from baton.launch.state import born
 from baton.models.make_small import make
 
@@ -99,6 +102,14 @@ def test_models_that_ship_are_as_they_are_told(name: str) -> None:
     model = CHECKPOINTS[name]
     assert numbers(model.folder / "model.safetensors") == model.parameters
     assert json.loads((model.folder / "config.json").read_text())["max_position_embeddings"] == model.context
+
+
+@pytest.mark.parametrize("name", [name for name, one in CHECKPOINTS.items() if not one.made])
+def test_every_choice_of_types_can_be_computed(name: str) -> None:
+    model = CHECKPOINTS[name]
+    for weights, kv in product(*(cast(Menu, KNOBS[knob]).options for knob in ("weight_dtype", "kv_dtype"))):
+        made = build(Options.of(model.folder, weight_dtype=weights, kv_dtype=kv, kv_memory_mib=KV_MIB, threads=1))
+        assert made.max_model_len == model.context, "its KV has room for the longest request"
 
 
 def test_models_that_are_made_are_as_they_are_told(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ function showRun() {
   $("shown").textContent = `Run ${run.id}: ${run.title}${runs.length > 1 ? `, with ${runs.slice(1).map((other) => `${other.id} (${other.label})`).join(", ")}` : ""}`;
   $("label").textContent = run.label;
   $("label").className = `pill ${run.where}`;
-  $("doubts").textContent = run.doubts.length ? `${run.where === "simulated" ? "Outside of what was validated" : "To be said first"}: ${run.doubts.join("; ")}.` : "";
+  $("doubts").textContent = run.doubts.length ? `${run.where === "simulated" ? "Outside of what was validated" : "Note"}: ${run.doubts.join("; ")}.` : "";
   const at = run.points.at(-1)?.at ?? 0;
   $("progress").value = Math.min(1, at / run.duration_s);
   say(run.state === "running" ? run.doing || "running" : `${run.state}${run.message ? `: ${run.message}` : ""}${summary(run.figures)}`);
