@@ -226,6 +226,44 @@ PROTECTIONS = (
         "credit = worker.load.credit_tokens",
         ("tests/router/test_policy.py::test_room_that_was_just_given_away_is_not_given_away_again",),
     ),
+    Protection(
+        "a cluster that the cockpit has started dies with it",
+        "baton/cockpit/own.py",
+        "leashed(*words), env=env",
+        "[*words], env=env",
+        ("tests/system/test_cockpit.py::test_a_cluster_of_its_own_dies_with_the_cockpit",),
+    ),
+    Protection(
+        "a cluster that the cockpit has started is taken down, whatever is cancelled",
+        "baton/cockpit/own.py",
+        "await asyncio.shield(ending)",
+        "await ending",
+        ("tests/cockpit/test_own.py::test_the_end_of_the_cockpit_takes_it_down_even_if_it_does_not_listen",),
+    ),
+    Protection(
+        "cockpits start one cluster at a time",
+        "baton/cockpit/own.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        ("tests/cockpit/test_own.py::test_one_runs_at_a_time_whichever_cockpit_asks",),
+    ),
+    Protection(
+        "a cluster that the cockpit has started is not configured by the environment",
+        "baton/cockpit/own.py",
+        'if not name.startswith("BATON_") or name in KEPT_VARIABLES',
+        "if name",
+        ("tests/cockpit/test_own.py::test_why_it_does_not_start_is_told_and_no_setting_of_the_user_reaches_it",),
+    ),
+    Protection(
+        "a cluster that the cockpit starts has no more workers than the machine has room for",
+        "baton/cockpit/bounds.py",
+        "if workers > room.workers:",
+        "if workers > 2 * room.workers:",
+        (
+            "tests/cockpit/test_own.py::test_a_cluster_takes_no_more_workers_than_the_machine_has_cores",
+            "tests/cockpit/test_own.py::test_what_this_machine_has_no_room_for_starts_nothing",
+        ),
+    ),
 )
 
 

@@ -51,6 +51,8 @@ ARROWS = {
         "baton.clock",
         "baton.cluster",
         "baton.engine.core.limits",
+        "baton.engine.machine",
+        "baton.launch.child",
         "baton.launch.state",
         "baton.plan",
         "baton.predict",
@@ -266,7 +268,8 @@ PURE = (
     "baton/profile/models.py",
     *(f"baton/planner/{name}.py" for name in ("capacity", "change", "decide", "demand", "forecast", "learning", "memory", "planner")),
     "baton/planner/present.py",
-    "baton/cockpit/knobs.py", "baton/cockpit/experiments.py", "baton/cockpit/calculators.py",
+    "baton/cockpit/knobs.py", "baton/cockpit/experiments.py", "baton/cockpit/calculators.py", "baton/cockpit/bounds.py",
+    "baton/cockpit/checkpoints.py",
     "loadtest/slo.py", "loadtest/distribution.py", "loadtest/window.py", "loadtest/summary.py", "loadtest/estimate.py",
     "loadtest/verdict.py", "loadtest/arms.py",
 )  # fmt: skip

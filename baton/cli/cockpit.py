@@ -32,8 +32,9 @@ class CockpitOptions:
 
 @takes(CockpitOptions, ClusterOptions, ClientIdentity)
 def cockpit(opening: CockpitOptions, place: ClusterOptions, identity: ClientIdentity) -> None:
-    """Open the cockpit: seven experiments with sliders and live charts, on the running cluster and in the simulator, and the calculators.
-    It listens on loopback until Ctrl-C. Here, `--address` is not used: the cockpit needs the gRPC and the admin door of a cluster."""
+    """Open the cockpit: seven experiments with sliders and live charts, on the running cluster, on one of their own and in the simulator,
+    and the calculators. It listens on loopback until Ctrl-C. Here, `--address` is not used: the cockpit needs the gRPC and the admin door
+    of a cluster."""
     with failing(err):
         if place.address is not None:
             raise typer.BadParameter(

@@ -14,9 +14,10 @@ from baton.cluster.errors import BatonError, Reason, invalid
 from baton.cluster.rpc import Tasks
 from baton.cockpit.cluster import ClusterFacts, OpenedDoor
 from baton.cockpit.experiments import Experiment, find
-from baton.cockpit.knobs import Settings, Where
+from baton.cockpit.knobs import LABELS, Settings, Where
 from baton.cockpit.load import figures, load_of, rate_at
 from baton.cockpit.meter import Meter, MeteredDoor
+from baton.cockpit.own import OwnCluster, OwnClusters
 from baton.cockpit.setup import simulation_of
 from baton.profile.file import ProfileError
 from loadtest.drive import Live, drive
@@ -38,7 +39,8 @@ class Clusterlike(Protocol):
 
 @dataclass(slots=True)
 class RunKept:
-    """One run. `doubts`: what is to be said before its figures. `message`: why it failed or ended early."""
+    """One run. `doing`: what is done before and after its requests. `doubts`: what is to be said before its figures. `message`: why it
+    failed or ended early."""
 
     id: int
     experiment: str
@@ -47,6 +49,7 @@ class RunKept:
     settings: dict[str, Any]  # those that the experiment has
     duration_s: int
     state: State = "running"
+    doing: str = ""
     points: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +58,7 @@ class RunKept:
 
     @property
     def label(self) -> str:
-        return "real cluster" if self.where == "real" else "simulated"
+        return LABELS[self.where]
 
     def told(self, since: int | None = None) -> dict[str, Any]:
         """`since`: its points from that number on; None: none of them."""
@@ -64,9 +67,10 @@ class RunKept:
 
 
 class Bench:
-    def __init__(self, cluster: Clusterlike, profile: Path | None = None) -> None:
-        """`profile`: the file of one that was measured."""
+    def __init__(self, cluster: Clusterlike, profile: Path | None = None, own: OwnClusters | None = None) -> None:
+        """`profile`: the file of one that was measured. `own`: starts the clusters that experiments have for themselves."""
         self.cluster, self.profile = cluster, profile
+        self.own = own or OwnClusters()
         self.runs: dict[int, RunKept] = {}
         self._number = 0
         self._task: asyncio.Task[None] | None = None
@@ -81,12 +85,12 @@ class Bench:
 
     async def start(self, asked: Mapping[str, Any]) -> RunKept:
         """`asked`: experiment, where, settings. Raises BatonError: INVALID_FIELD; SATURATED while another runs; NO_WORKER without a
-        cluster."""
+        cluster, or where none can be started."""
         if unknown := sorted(set(asked) - {"experiment", "where", "settings"}):
             raise invalid(unknown[0][:64], "is unknown: an experiment has experiment, where and settings")
         experiment, where = find(asked.get("experiment")), asked.get("where")
-        if where not in ("real", "simulated"):
-            raise invalid("where", "must be real or simulated")
+        if where not in tuple(LABELS):
+            raise invalid("where", f"must be one of {', '.join(LABELS)}")
         given = asked.get("settings", {})
         if not isinstance(given, dict):
             raise invalid("settings", "must be an object")
@@ -101,20 +105,21 @@ class Bench:
             await asyncio.to_thread(self._check, experiment, settings)
         facts = await self.cluster.facts() if where == "real" else None
         opened = await self.cluster.open(settings, facts) if facts else None
-        names = experiment.real if where == "real" else experiment.simulated
+        own = await asyncio.to_thread(self._take, experiment, settings) if where == "own" else None
         self._number += 1
-        run = RunKept(
-            self._number, experiment.name, experiment.title, where, {name: getattr(settings, name) for name in names}, settings.duration_s
-        )
+        given = {name: getattr(settings, name) for name in experiment.knobs(where)}
+        run = RunKept(self._number, experiment.name, experiment.title, where, given, settings.duration_s)
         self.runs[run.id] = run
         while len(self.runs) > KEPT:
             del self.runs[min(self.runs)]
         if opened is not None and facts is not None:
-            run.facts = {"model": facts.model, "prefill": facts.prefill, "decode": facts.decode, "speculation": facts.speculation}
-            work = self._real(run, experiment, settings, opened)
+            work = self._real(run, experiment, settings, opened, facts)
+        elif own is not None:
+            work = self._own(run, experiment, settings, own)
         else:
             work = self._simulated(run, experiment, settings)
         self._task = self._tasks.start(self._guarded(run, work), "experiment")
+        await asyncio.sleep(0)  # it begins: a task that is cancelled before cannot say so
         return run
 
     def _check(self, experiment: Experiment, settings: Settings) -> None:
@@ -124,9 +129,13 @@ class Bench:
         except ProfileError as error:
             raise invalid("by", str(error)) from None
 
+    def _take(self, experiment: Experiment, settings: Settings) -> OwnCluster:
+        return self.own.take(settings, load_of(experiment, settings).longest)
+
     def stop(self) -> None:
-        """Ends the run that goes on; what was measured of it is kept."""
-        if self._task is not None:
+        """Ends the run that goes on; what was measured of it is kept. What it has started is taken down first, which a second call does
+        not hasten."""
+        if self._task is not None and not self._task.cancelling():
             self._task.cancel()
 
     def forget(self, number: int) -> None:
@@ -142,13 +151,23 @@ class Bench:
     async def _guarded(self, run: RunKept, work: Any) -> None:
         try:
             await work
-            run.state = "done" if run.state == "running" else run.state
+            run.state = "done"
         except asyncio.CancelledError:
             run.state, run.message = "stopped", run.message or "stopped"
         except Exception as error:  # whatever goes wrong is told on the page
             run.state, run.message = "failed", str(error) or type(error).__name__
 
-    async def _real(self, run: RunKept, experiment: Experiment, settings: Settings, opened: OpenedDoor) -> None:
+    async def _own(self, run: RunKept, experiment: Experiment, settings: Settings, own: OwnCluster) -> None:
+        run.doubts = own.doubts
+
+        def say(doing: str) -> None:
+            run.doing = doing
+
+        async with own.running(say) as (opened, facts):
+            await self._real(run, experiment, settings, opened, facts)
+
+    async def _real(self, run: RunKept, experiment: Experiment, settings: Settings, opened: OpenedDoor, facts: ClusterFacts) -> None:
+        run.facts = {"model": facts.model, "prefill": facts.prefill, "decode": facts.decode, "speculation": facts.speculation}
         load, meter, live = load_of(experiment, settings), Meter(), Live()
         began = loop_time()
 
@@ -169,7 +188,7 @@ class Bench:
                     live=live, collects=True,
                 )  # fmt: skip
             if done.partial:
-                run.state, run.message = "failed", done.partial
+                raise RuntimeError(done.partial)
         finally:
             watching.cancel()
             until = min(settings.duration_s, loop_time() - began)

@@ -36,12 +36,16 @@ class ClusterFacts:
     page: str  # address of the live page; empty: unknown
 
 
-class CockpitCluster:
-    """Found again each time, because one that was started anew has other ports; but a port-forward to a release stays."""
+def finder(place: ClusterOptions, identity: ClientIdentity) -> Find:
+    """Finds it again each time, because one that was started anew has other ports; but a port-forward to a release stays."""
+    look: Find = lambda endpoint: find(endpoint, place, identity)  # type: ignore[arg-type]  # noqa: E731
+    return look if place.release is None else cache(look)
 
-    def __init__(self, place: ClusterOptions, identity: ClientIdentity) -> None:
-        look: Find = lambda endpoint: find(endpoint, place, identity)  # type: ignore[arg-type]  # noqa: E731
-        self._find = look if place.release is None else cache(look)
+
+class CockpitCluster:
+    def __init__(self, look: Find) -> None:
+        """`look`: finds a door of it."""
+        self._find = look
 
     async def facts(self) -> ClusterFacts:
         """Raises BatonError(NO_WORKER) with the reason if there is no cluster, or it does not answer."""

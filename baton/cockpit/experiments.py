@@ -1,11 +1,11 @@
-"""The seven experiments: what each shows, what to look at, and which knobs it has. Decides and does nothing else."""
+"""The seven experiments: what each shows, what to look at, and which knobs it has where. Decides and does nothing else."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from baton.cluster.errors import invalid
-from baton.cockpit.knobs import KNOBS, Menu, Settings, Slider, Where, settings_of
+from baton.cockpit.knobs import KNOBS, LABELS, Menu, Settings, Slider, Where, settings_of
 
 LOAD = ("rate", "duration_s", "prompt", "output")
 SHEET = ("by", "device", "model")
@@ -15,7 +15,8 @@ STEPS = 5  # of the breaking point: a fifth of the rate, two fifths, …
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """`says`: two sentences. `real`: the knobs on a cluster that runs; none: it cannot be done there, and `instead` says why."""
+    """`says`: two sentences. `real`: the knobs on a cluster that runs; none: it cannot be done there, and `instead` says why. `own`:
+    those on a cluster that is started for the run; none: it needs no such cluster."""
 
     name: str
     title: str
@@ -23,17 +24,24 @@ class Experiment:
     look: str
     simulated: tuple[str, ...]
     real: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
     instead: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of a simulated run, where they are not those of `Settings`
     real_defaults: Mapping[str, Any] = field(default_factory=dict)
+    own_defaults: Mapping[str, Any] = field(default_factory=dict)
     ramp: bool = False  # the rate rises in STEPS steps up to `rate`
 
     def settings(self, where: Where, given: Mapping[str, Any]) -> Settings:
         """Raises BatonError(INVALID_FIELD)."""
-        if where == "real" and not self.real:
-            raise invalid("where", self.instead)
-        taken, defaults = (self.real, self.real_defaults) if where == "real" else (self.simulated, self.defaults)
-        return settings_of(given, taken, defaults, where)
+        if not self.knobs(where):
+            raise invalid("where", self.instead if where == "real" else "the running cluster can do it: none is started for it")
+        return settings_of(given, self.knobs(where), self.defaults_of(where), where)
+
+    def knobs(self, where: Where) -> tuple[str, ...]:
+        return {"real": self.real, "own": self.own, "simulated": self.simulated}[where]
+
+    def defaults_of(self, where: Where) -> Mapping[str, Any]:
+        return {"real": self.real_defaults, "own": self.own_defaults, "simulated": self.defaults}[where]
 
 
 EXPERIMENTS = {
@@ -47,7 +55,9 @@ EXPERIMENTS = {
             " it loses.",
             "Batch use falls at the end of each batch while the queue grows, and the time to the first token jumps by a whole batch.",
             (*LOAD, "spread", "batch", "batching", "decode", *SHEET),
-            instead="a running cluster keeps its batching: start one with --engine.batching static, or simulate it",
+            own=(*LOAD, "spread", "batch", "batching", "decode"),
+            instead="a running cluster keeps its batching (--engine.batching static): run it on one of its own, or simulate it",
+            own_defaults={"batching": "static", "spread": 0.9, "output": 128, "rate": 10.0, "batch": 8, "prefill": 0},
             defaults={"batching": "static", "spread": 0.9, "output": 128, "rate": 10.0, "batch": 32, "prefill": 0, "duration_s": 30},
         ),
         Experiment(
@@ -90,7 +100,9 @@ EXPERIMENTS = {
             " lengths of prompts and outputs.",
             "The queue shows that workers are missing, time to the first token that prefill ones are, batch use that decode ones are.",
             (*LOAD, "prefill", "decode", "batch", *SHEET, *OBJECTIVES),
+            own=(*LOAD, "prefill", "decode", "checkpoint", "batch", *OBJECTIVES),
             instead="`baton scale` changes the workers of a running cluster; experiments leave it as it is",
+            own_defaults={"rate": 4.0, "prompt": 512, "checkpoint": "untrained-27m"},
             defaults={"rate": 16.0, "prompt": 2048, "output": 64, "prefill": 1, "decode": 2, "batch": 64},
         ),
         Experiment(
@@ -112,7 +124,9 @@ EXPERIMENTS = {
             " the weights leave free is room for KV, and with it for a batch.",
             "Time per output token against the size of the weights, and KV use: a large model on a small GPU has no room for sequences.",
             (*LOAD, "device", "model", "gpus", "weight_bits", "kv_bits", "batch", "decode"),
+            own=(*LOAD, "checkpoint", "weight_dtype", "kv_dtype", "batch", "decode"),
             instead="a running cluster serves the model that it was started with",
+            own_defaults={"rate": 2.0, "output": 64, "prefill": 0},
             defaults={"rate": 4.0, "prompt": 1024, "output": 128, "prefill": 0, "batch": 64},
         ),
     )
@@ -126,16 +140,17 @@ def find(name: Any) -> Experiment:
     return EXPERIMENTS[name]
 
 
-def catalogue() -> dict[str, Any]:
-    """Experiments and knobs as the page needs them."""
+def catalogue(workers: int = 8) -> dict[str, Any]:
+    """Experiments and knobs as the page needs them. `workers`: how many a cluster of its own may have here."""
     usual = {one.name: one.default for one in fields(Settings)}
     return {
         "knobs": {name: _knob(knob) for name, knob in KNOBS.items()},
+        "own_most": {"prefill": workers - 1, "decode": workers},
         "experiments": [
             {
                 "name": one.name, "title": one.title, "says": one.says, "look": one.look, "instead": one.instead,
-                "knobs": {"real": one.real, "simulated": one.simulated},
-                "defaults": {"real": usual | dict(one.real_defaults), "simulated": usual | dict(one.defaults)},
+                "knobs": {where: one.knobs(where) for where in LABELS},
+                "defaults": {where: usual | dict(one.defaults_of(where)) for where in LABELS},
             }
             for one in EXPERIMENTS.values()
         ],

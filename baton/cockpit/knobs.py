@@ -6,19 +6,20 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from baton.cluster.errors import invalid
+from baton.cockpit.checkpoints import CHECKPOINTS
 from baton.plan.hardware import DEVICES
 from baton.plan.shape import KNOWN
 
-Where = Literal["real", "simulated"]
-REAL: Where = "real"
-MOST_REQUESTS: Mapping[Where, int] = {"real": 600, "simulated": 4000}
-MOST_TOKENS: Mapping[Where, int] = {"real": 400_000, "simulated": 4_000_000}  # of prompts and outputs of one run
-MOST_OUTPUT: Mapping[Where, int] = {"real": 60_000, "simulated": 200_000}
+Where = Literal["real", "own", "simulated"]
+LABELS: Mapping[Where, str] = {"real": "real cluster", "own": "real cluster of its own", "simulated": "simulated"}
+MOST_REQUESTS: Mapping[Where, int] = {"real": 600, "own": 600, "simulated": 4000}
+MOST_TOKENS: Mapping[Where, int] = {"real": 400_000, "own": 400_000, "simulated": 4_000_000}  # of prompts and outputs of one run
+MOST_OUTPUT: Mapping[Where, int] = {"real": 60_000, "own": 60_000, "simulated": 200_000}
 
 
 @dataclass(frozen=True, slots=True)
 class Slider:
-    """A number. `real_most`: on a real cluster, where that is less."""
+    """A number. `real_most`: on a real cluster, one of its own or not, where that is less."""
 
     label: str
     least: float
@@ -33,7 +34,7 @@ class Slider:
             raise invalid(name, "must be a number")
         most = self._most(where)
         if not self.least <= value <= most:
-            there = " on the real cluster" if where == "real" and most < self.most else ""
+            there = f" on a {LABELS[where]}" if most < self.most else ""
             raise invalid(name, f"must be from {self.least:g} to {most:g}{there}, got {value:g}")
         whole = float(self.step).is_integer() and float(self.least).is_integer()
         if whole and not float(value).is_integer():
@@ -41,7 +42,7 @@ class Slider:
         return int(value) if whole else float(value)
 
     def _most(self, where: Where) -> float:
-        return self.most if where != "real" or self.real_most is None else self.real_most
+        return self.most if where == "simulated" or self.real_most is None else self.real_most
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,9 @@ class Settings:
     gpus: int = 1
     weight_bits: str = "16"
     kv_bits: str = "16"
+    checkpoint: str = "tale"
+    weight_dtype: str = "float"
+    kv_dtype: str = "auto"
     by: str = "sheet"
     ttft_ms: int = 1000
     tpot_ms: int = 100
@@ -100,8 +104,8 @@ KNOBS: Mapping[str, Knob] = {
     "speculation": Menu("Speculation", {"off": "off", "on": "on"}),
     "acceptance": Slider("Guesses that are right", 0, 0.95, 0.05),
     "guesses": Slider("Guesses a step", 1, 8, 1),
-    "prefill": Slider("Prefill workers", 0, 16, 1),
-    "decode": Slider("Decode workers", 1, 16, 1),
+    "prefill": Slider("Prefill workers", 0, 16, 1, real_most=7),
+    "decode": Slider("Decode workers", 1, 16, 1, real_most=8),
     "batch": Slider("Sequences a batch, at most", 1, 256, 1),
     "batching": Menu(
         "Batching", {"static": "static: wait until it is full", "dynamic": "dynamic: take who waits", "continuous": "continuous"}
@@ -111,6 +115,9 @@ KNOBS: Mapping[str, Knob] = {
     "gpus": Slider("GPUs a worker", 1, 8, 1),
     "weight_bits": Menu("Weights", {"16": "16 bits", "8": "8 bits", "4.5": "4 bits and scales"}),
     "kv_bits": Menu("KV", {"16": "16 bits", "8": "8 bits", "5": "4 bits and scales"}),
+    "checkpoint": Menu("Model", {one.name: one.says for one in CHECKPOINTS.values()}),
+    "weight_dtype": Menu("Weights", {"float": "floats of 32 bits", "int8": "8 bits", "int4": "4 bits and scales"}),
+    "kv_dtype": Menu("KV", {"auto": "floats of 32 bits", "int8": "8 bits and scales", "int5": "5 bits and scales"}),
     "by": Menu("Times of a step from", {"sheet": "the sheet of devices", "profile": "the profile that was measured"}),
     "ttft_ms": Slider("Objective: first token within", 10, 10_000, 10, "ms"),
     "tpot_ms": Slider("Objective: time per output token", 1, 1000, 1, "ms"),

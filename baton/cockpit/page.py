@@ -86,7 +86,7 @@ class Cockpit:
         current = bench.current
         return _json(
             {
-                **catalogue(),
+                **catalogue(bench.own.room().workers),
                 "calculators": calculators.form(),
                 "cluster": await self._cluster(),
                 "profile": str(bench.profile) if bench.profile else "",

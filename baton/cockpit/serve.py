@@ -9,14 +9,14 @@ from baton.access.options import ClientIdentity, ClusterOptions
 from baton.cluster.config import Config
 from baton.cluster.rpc import Tasks
 from baton.cockpit.bench import Bench
-from baton.cockpit.cluster import CockpitCluster
+from baton.cockpit.cluster import CockpitCluster, finder
 from baton.cockpit.page import Cockpit
 from router.http.server import HttpServer
 
 
 async def serve(port: int, place: ClusterOptions, identity: ClientIdentity, profile: Path | None, ready: Callable[[str], None]) -> None:
     """`ready` gets the address once the page can be opened. Raises BatonError if the port is in use."""
-    bench = Bench(CockpitCluster(place, identity), profile)
+    bench = Bench(CockpitCluster(finder(place, identity)), profile)
     server = HttpServer(Config(), Cockpit(bench, identity.api_key))
     ended = asyncio.Event()
     failures: list[BaseException] = []

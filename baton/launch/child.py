@@ -51,6 +51,11 @@ def move(state: Life, event: str) -> Life:
     return MOVES.after(state, event, "the child")
 
 
+def leashed(*command: str, cores: str = "") -> list[str]:
+    """The command line of a process that cannot outlive this one; `cores` and the bounds of that: see `leash.py`."""
+    return [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), cores, *command]
+
+
 class Child:
     """The process leads its own session and process group: a Ctrl-C in the terminal does not reach it, and its descendants can be killed
     with it."""
@@ -128,7 +133,7 @@ class Child:
     def _spawn(self) -> None:
         self._restarts.started(loop_time())
         cores = ",".join(map(str, self._template.cores_of(self._name)))
-        command = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), cores, *self._template.argv]
+        command = leashed(*self._template.argv, cores=cores)
         try:
             self._pulses, ours = os.pipe()
             os.set_blocking(self._pulses, False)
@@ -162,11 +167,11 @@ class Child:
             await _testified(process)
         if process.poll() is None and not hangs:
             process.terminate()
-            if not await _gone(process, self._template.grace_s, self._hurried) and self._hurried.is_set():
+            if not await gone(process, self._template.grace_s, self._hurried) and self._hurried.is_set():
                 process.terminate()  # a second SIGTERM: our processes then end immediately, but in order
-                await _gone(process, HURRIED_S)
+                await gone(process, HURRIED_S)
         self._kill()
-        if await _gone(process, KILLED_S):
+        if await gone(process, KILLED_S):
             self._last_exit = process.returncode
         else:
             logger.error("%s: pid %d is still there %.0f s after SIGKILL", self._name, process.pid, KILLED_S)
@@ -202,7 +207,7 @@ async def _testified(process: "subprocess.Popen[bytes]") -> None:
     """Lets a process that hangs write down what it did (`baton.cluster.witness`), as far as it can."""
     if hasattr(signal, "SIGUSR2"):
         process.send_signal(signal.SIGUSR2)
-        await _gone(process, WITNESS_S)
+        await gone(process, WITNESS_S)
 
 
 async def _either(event: asyncio.Event, seconds: float) -> None:
@@ -212,7 +217,7 @@ async def _either(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
 
 
-async def _gone(process: subprocess.Popen[bytes], timeout_s: float, unless: asyncio.Event | None = None) -> bool:
+async def gone(process: subprocess.Popen[bytes], timeout_s: float, unless: asyncio.Event | None = None) -> bool:
     """Whether the process ended in time, and before `unless` was set."""
     unless = unless or asyncio.Event()
     deadline = loop_time() + timeout_s

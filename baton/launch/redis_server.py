@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import IO, Self
 
 from baton.cluster.address import target
+from baton.launch.child import leashed
 from baton.launch.ports import Ports
 
 HOST = "127.0.0.1"
 MAX_MEMORY = "256mb"  # beyond it writes are refused, nothing is evicted
 _STOP_S = 2.0
-
-_LEASH = Path(__file__).with_name("leash.py")
 
 
 class RedisServerError(Exception):
@@ -114,7 +113,7 @@ class EmbeddedRedis:
 def _spawn(host: str, port: int, password: str, folder: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
     command = [str(find_binary()), "-"]  # configuration on stdin: a command line would show the password
     if threading.current_thread() is threading.main_thread():
-        command = [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid()), "", *command]
+        command = leashed(*command)
     # Its own session, so that Ctrl-C does not reach it: we stop it once the other processes no longer need it.
     process = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
     settings = (

@@ -29,6 +29,7 @@ def test_there_are_seven_and_each_is_told_in_two_sentences() -> None:
     for one in EXPERIMENTS.values():
         assert one.says.count(". ") + 1 == 2 and one.says.endswith("."), f"{one.name}: two sentences"
         assert one.look and one.title and bool(one.real) != bool(one.instead), "what cannot be done says why"
+        assert bool(one.own) == bool(one.instead), "and is done on a cluster of its own"
     assert {field.name for field in fields(Settings)} == {*KNOBS}, "each setting has a knob"
     assert [one["name"] for one in catalogue()["experiments"]] == [*EXPERIMENTS]
 
@@ -36,7 +37,7 @@ def test_there_are_seven_and_each_is_told_in_two_sentences() -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_the_defaults_of_each_experiment_are_within_its_bounds(name: str) -> None:
     one = find(name)
-    for where, taken in (("real", one.real), ("simulated", one.simulated)):
+    for where, taken in (("real", one.real), ("own", one.own), ("simulated", one.simulated)):
         if not taken:
             continue
         given = {key: catalogue()["experiments"][[*EXPERIMENTS].index(name)]["defaults"][where][key] for key in taken}
@@ -48,10 +49,12 @@ def test_a_slider_beyond_its_bounds_is_refused_by_name(name: str) -> None:
     knob = KNOBS[name]
     assert isinstance(knob, Slider)
     experiment = next(one for one in EXPERIMENTS.values() if name in one.simulated)
+    others = [(where, one.name) for one in EXPERIMENTS.values() for where in ("real", "own") if name in one.knobs(where)]
     for wrong in (knob.least - knob.step, knob.most + knob.step, math.nan, math.inf, "4", True, None):
         assert refused(experiment.name, "simulated", **{name: wrong}) == name
     if knob.real_most is not None:
-        assert refused("continuous", "real", **{name: knob.real_most + knob.step}) == name, "a real cluster has its own bound"
+        over = {refused(one, where, **{name: knob.real_most + knob.step}) for where, one in others}
+        assert over == {name}, "real clusters have a bound of their own"
     if float(knob.step).is_integer() and float(knob.least).is_integer():
         assert refused(experiment.name, "simulated", **{name: knob.least + 0.5}) == name, "no half of a token, worker or second"
 
@@ -59,7 +62,9 @@ def test_a_slider_beyond_its_bounds_is_refused_by_name(name: str) -> None:
 def test_what_an_experiment_does_not_have_is_refused() -> None:
     assert refused("continuous", "real", model="llama-3.1-8b") == "model"
     assert refused("caching", "simulated", caching="maybe") == "caching" and refused("caching", "simulated", caching=1) == "caching"
-    assert refused("static", "real") == "where" and refused("size", "real") == "where"
+    assert refused("static", "real") == "where" and refused("size", "real") == "where" and refused("caching", "own") == "where"
+    assert refused("size", "own", model="llama-3.1-8b") == "model" and refused("size", "own", checkpoint="llama-3.1-8b") == "checkpoint"
+    assert refused("size", "simulated", checkpoint="tale") == "checkpoint"
     for wrong in ("other", None, 3):
         with pytest.raises(BatonError) as caught:
             find(wrong)
@@ -67,7 +72,7 @@ def test_what_an_experiment_does_not_have_is_refused() -> None:
 
 
 def test_a_run_as_a_whole_is_bounded() -> None:
-    assert refused("continuous", "real", rate=20, duration_s=60) == "rate"
+    assert refused("continuous", "real", rate=20, duration_s=60) == refused("static", "own", rate=20, duration_s=60) == "rate"
     assert refused("continuous", "simulated", rate=100, duration_s=30, output=1024) == "output"
     assert refused("workers", "simulated", rate=100, duration_s=30, prompt=8192, output=1) == "prompt"
     assert find("continuous").settings("real", {"rate": 20, "duration_s": 30}).rate * 30 == MOST_REQUESTS["real"]

@@ -17,7 +17,7 @@ from baton.cli.cockpit import PORT
 from baton.cluster.errors import BatonError, Reason
 from baton.cockpit import bench as benches
 from baton.cockpit.bench import Bench
-from baton.cockpit.cluster import ClusterFacts, CockpitCluster
+from baton.cockpit.cluster import ClusterFacts, CockpitCluster, finder
 from baton.cockpit.knobs import Settings
 from baton.cockpit.meter import Looked
 from baton.cockpit.page import FILES, Cockpit
@@ -203,14 +203,14 @@ async def test_a_cluster_that_is_lost_during_a_run_fails_it() -> None:
 async def test_without_a_cluster_the_reason_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_STATE_DIR", str(tmp_path))
     with pytest.raises(BatonError, match="no cluster 'nowhere' is running"):
-        await CockpitCluster(ClusterOptions(name="nowhere"), ClientIdentity()).facts()
+        await CockpitCluster(finder(ClusterOptions(name="nowhere"), ClientIdentity())).facts()
 
 
 async def test_what_this_cluster_cannot_do_is_refused_by_name() -> None:
     facts = ClusterFacts("toy", 1, 1, 64, {"d0": 8}, "", "")
     for settings, field in ((Settings(prompt=64), "prompt"), (Settings(prompt=16, output=8, speculation="on"), "speculation")):
         with pytest.raises(BatonError) as caught:
-            await CockpitCluster(ClusterOptions(), ClientIdentity()).open(settings, facts)
+            await CockpitCluster(finder(ClusterOptions(), ClientIdentity())).open(settings, facts)
         assert caught.value.violations[0].field == field
 
 
@@ -222,6 +222,10 @@ async def test_what_this_cluster_cannot_do_is_refused_by_name() -> None:
         ({}, "experiment"),
         ({"experiment": "static", "where": "there"}, "where"),
         ({"experiment": "static", "where": "real"}, "where"),
+        ({"experiment": "static", "where": ["own"]}, "where"),
+        (start("own", "caching"), "where"),
+        (start("own", "size", checkpoint="llama-3.1-8b"), "checkpoint"),
+        (start("own", "workers", prefill=7, decode=8), "decode"),
         ({"experiment": "static", "where": "simulated", "settings": []}, "settings"),
         ({"experiment": "static", "where": "simulated", "more": 1}, "more"),
         (start(rate=1000), "rate"),

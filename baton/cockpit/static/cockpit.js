@@ -92,6 +92,8 @@ function choose(name) {
   showKnobs();
 }
 
+const START = { real: "Start on the real cluster", own: "Start on a cluster of its own", simulated: "Start in the simulator" };
+
 // Where the chosen experiment can run now; a place that is gone is not chosen any more.
 function showWhere() {
   const one = experiment();
@@ -101,10 +103,13 @@ function showWhere() {
     showKnobs();
   }
   $("on_real").disabled = Boolean(why);
-  $(where === "real" ? "on_real" : "on_simulated").checked = true;
+  $("on_own").parentElement.hidden = !one.knobs.own.length;
+  $(`on_${where}`).checked = true;
   $("instead").textContent = why ? `Not on the real cluster: ${why}.` : "";
   $("instead").hidden = !why;
-  $("start").textContent = where === "real" ? "Start on the real cluster" : "Start in the simulator";
+  $("own_note").textContent = `Of its own: real processes, started on this machine's CPU for the run and taken down after it; at most ${state.own_most.decode} workers of one thread. The running cluster stays as it is.`;
+  $("own_note").hidden = where !== "own";
+  $("start").textContent = START[where];
   $("start").disabled = state.running !== null;
   $("stop").disabled = state.running === null;
 }
@@ -119,7 +124,8 @@ function showKnobs() {
   const now = values();
   $("knobs").replaceChildren(...Object.entries(now).map(([name, value]) => {
     const knob = state.knobs[name];
-    return field("knob", name, where === "real" && knob.real_most ? { ...knob, most: knob.real_most } : knob, value, "range");
+    const most = { real: knob.real_most, own: state.own_most[name] ?? knob.real_most }[where] ?? knob.most;
+    return field("knob", name, { ...knob, most }, value, "range");
   }));
   for (const name of Object.keys(now)) tellKnob(name);
   if ($("knob_by") && !state.profile) $("knob_by").querySelector('[value="profile"]').disabled = true;
@@ -201,10 +207,10 @@ function showRun() {
   $("shown").textContent = `Run ${run.id}: ${run.title}${runs.length > 1 ? `, with ${runs.slice(1).map((other) => `${other.id} (${other.label})`).join(", ")}` : ""}`;
   $("label").textContent = run.label;
   $("label").className = `pill ${run.where}`;
-  $("doubts").textContent = run.doubts.length ? `Outside of what was validated: ${run.doubts.join("; ")}.` : "";
+  $("doubts").textContent = run.doubts.length ? `${run.where === "simulated" ? "Outside of what was validated" : "Note"}: ${run.doubts.join("; ")}.` : "";
   const at = run.points.at(-1)?.at ?? 0;
   $("progress").value = Math.min(1, at / run.duration_s);
-  say(run.state === "running" ? "running" : `${run.state}${run.message ? `: ${run.message}` : ""}${summary(run.figures)}`);
+  say(run.state === "running" ? run.doing || "running" : `${run.state}${run.message ? `: ${run.message}` : ""}${summary(run.figures)}`);
 }
 
 // Screen readers announce each change: the beginning and the end of a run.

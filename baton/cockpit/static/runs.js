@@ -55,7 +55,7 @@ function settings(run, knobs) {
     const knob = knobs[name];
     return `${knob.label.toLowerCase()} ${knob.options ? value : `${value}${knob.unit ? ` ${knob.unit}` : ""}`}`;
   });
-  const there = run.facts.model && run.where === "real" ? [`${run.facts.model}, ${run.facts.prefill} prefill, ${run.facts.decode} decode`] : [];
+  const there = run.facts.model && run.where !== "simulated" ? [`${run.facts.model}, ${run.facts.prefill} prefill, ${run.facts.decode} decode`] : [];
   return [...there, ...said].join(" · ");
 }
 
