@@ -17,6 +17,7 @@ compared with; that a prompt is known under another salt is said only of salts o
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, repeat
 from typing import Any
 
 from baton.engine.core.block_key import block_key, root_key
@@ -119,7 +120,7 @@ class Explainer:
         assert served is not None
         size, first = served.block_size, None
         keys = asked.keys[: (asked.length - 1) // size]
-        if asked.tenant and keys:
+        if asked.tenant and keys and not self._history.is_fresh(keys[0]):  # else it is known under this salt
             first = block_key(root_key("", asked.tenant), asked.tokens[:size])
         if not self._caching or asked.scored:
             found = Uncached(0, 0, (("scored" if asked.scored else "off", asked.length - delivered),))
@@ -129,7 +130,7 @@ class Explainer:
             found = replace(found, changed_message=asked.chat_map.message(asked.tokens, at, at + size))
         if first is not None and self._history.other_salt(first, asked.salt):
             found = replace(found, causes=tuple(("salt" if cause == "new" else cause, tokens) for cause, tokens in found.causes))
-        self._history.note(asked.keys[: asked.length // size], sought.worker, first, asked.salt)
+        self._history.note(asked.keys[: asked.length // size], sought.worker, first, asked.salt, delivered // size)
         return found
 
     def _why_elsewhere(self, holder: str, bypass: bool, failed: Collection[Identity], dearer: bool) -> Cause:
@@ -160,6 +161,10 @@ class History:
         found = self._young.get(key)
         return self._old.get(key) if found is None else found
 
+    def is_fresh(self, key: bytes) -> bool:
+        """Whether a prompt with it was noted lately."""
+        return key in self._young
+
     def depth(self, keys: Sequence[bytes], start: int) -> int:
         """How many leading keys are known, if the first `start` are."""
         young, old = self._young, self._old
@@ -172,19 +177,25 @@ class History:
         return bool((self.find(key) or 0) & _GREW)
 
     def worker(self, key: bytes) -> Identity:
-        """The last that computed it. The key must be known."""
+        """The last that computed the block. The key must be known."""
         found = self.find(key)
         assert found is not None
         return self._workers[found >> 1]
 
-    def note(self, keys: Sequence[bytes], worker: Identity, first: bytes | None, salt: str) -> None:
-        """A prompt of these full blocks was computed. `first`: its first block under the tenant alone."""
+    def note(self, keys: Sequence[bytes], worker: Identity, first: bytes | None, salt: str, cached: int = 0) -> None:
+        """A prompt of these full blocks was computed, but for the first `cached`. `first`: its first block under the tenant alone."""
         if not keys:
             return
-        value = self._number(worker) << 1
-        last = (self.find(keys[-1]) or 0) & _GREW
-        self._young.update(dict.fromkeys(keys, value | _GREW))
-        self._young[keys[-1]] = value | last
+        young, value = self._young, self._number(worker) << 1
+        cached = min(cached, len(keys))
+        if cached and young.get(keys[cached - 1], -1) >> 1 == value >> 1:  # nothing new of the blocks before: they came with it
+            young[keys[cached - 1]] |= cached < len(keys)
+        else:
+            cached = 0
+        if cached < len(keys):
+            last = (self.find(keys[-1]) or 0) & _GREW
+            young.update(zip(islice(keys, cached, None), repeat(value | _GREW)))
+            young[keys[-1]] = value | last
         if len(self._young) > self._most:
             self._young, self._old = {}, self._young
         if first is not None:
