@@ -138,10 +138,10 @@ async def measure_alone(tokenizer: Tokenizer, count: int) -> dict[str, dict[str,
     spent: dict[str, dict[bool, list[float]]] = {kind: {True: [], False: []} for kind in KINDS}
     for _ in range(count + WARM):
         for kind, asked in rng.sample([(kind, one) for kind, [one] in pairs(rng, 1).items()], len(KINDS)):
-            before, measured = (one and Ask(**one, sampling=ONE, tenant=TENANT) for one in asked)
+            *before, measured = (Ask(**one, sampling=ONE, tenant=TENANT) for one in asked if one)
             for explains in rng.sample((True, False), 2):
-                if before:
-                    await paths[explains].spend(before)
+                for each in before:
+                    await paths[explains].spend(each)
                 spent[kind][explains].append(await paths[explains].spend(measured) * 1e6)
     for kind, arms in spent.items():
         with_, without = arms[True][WARM:], arms[False][WARM:]
@@ -159,7 +159,7 @@ def asked_of(prompt: Mapping[str, Any]) -> dict[str, Any]:
 
 async def ask(client: AsyncClient, prompt: Mapping[str, Any], tokens: int) -> int:
     """Returns how many tokens the prompt has."""
-    how = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "timeout_s": 120}
+    how: dict[str, Any] = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "timeout_s": 120}
     async with client.generate(**asked_of(prompt), **how) as stream:
         async for _ in stream:
             pass
