@@ -97,7 +97,9 @@ class Swallow(SpanExporter):
         return SpanExportResult.SUCCESS
 
 
-def make_service(tokenizer: Tokenizer, journal: Callable[..., Journal], tracer: Tracer) -> GenerateService:
+def make_service(
+    tokenizer: Tokenizer, journal: Callable[..., Journal], tracer: Tracer, workers: type[Answering] = Answering
+) -> GenerateService:
     view, config = ClusterView({"toy": tokenizer.fingerprint}), RouterConfig(bypass_tokens=0)
     model = view.models["toy"]
     prefill = WorkerRecord(
@@ -108,7 +110,7 @@ def make_service(tokenizer: Tokenizer, journal: Callable[..., Journal], tracer: 
     return GenerateService(
         model=model,
         text=ModelText(tokenizer),
-        dispatcher=Dispatcher(model, Answering(), config),  # type: ignore[arg-type]
+        dispatcher=Dispatcher(model, workers(), config),  # type: ignore[arg-type]
         admission=Admission(256, 512),
         config=config,
         journal=journal(Book("router", model="toy"), tracer, "toy", SloConfig(ttft_s=1.0, tpot_s=0.1), 512),

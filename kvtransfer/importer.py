@@ -107,11 +107,15 @@ class Importer:
     def quarantined_blocks(self) -> int:
         return sum(self._quarantine.values())
 
+    def routes(self) -> list[Route]:
+        """How KV of the peers comes here now."""
+        names = [peer_name(*identity) for identity, task in self._handshakes.items() if task.done()]
+        return list(filter(None, map(self.transport.route, names)))
+
     def probed(self) -> dict[str, float]:
         """The lowest rate, in bytes/s, that probes measured at connect, by what carries KV now."""
-        names = [peer_name(*identity) for identity, task in self._handshakes.items() if task.done()]
         rates: dict[str, float] = {}
-        for route in filter(None, map(self.transport.route, names)):
+        for route in self.routes():
             if route.rate:
                 rates[route.carrier] = min(route.rate, rates.get(route.carrier, route.rate))
         return rates
@@ -287,7 +291,7 @@ class Fetch:
             route = self._importer.transport.route(name)
             if route is None:
                 raise transfer_failed(f"not connected to {name}")
-            self.report.transport = route.carrier
+            self.report.transport, self.report.lane = route.carrier, route.lane
             async with self._importer.reading(self.handle):
                 await self._read_pieces(name, route, blocks, skip)
         failpoint("kv.before_check")

@@ -54,6 +54,14 @@ INLINE_RUN = 6  # probes in a row that were done at once show one. One alone may
 
 GONE = "nixlRemoteDisconnectError"
 NOT_ALONE = "; it has ended, or UCX reaches it only over TCP, which is not safe: configure the tcp transport"
+ONLY_TCP = "UCX reaches it only over TCP, which is not safe; configure the tcp transport"
+EMULATED = "UCX_PROTO_EMULATION_ENABLE is on, so UCX may read over TCP, which is not safe; unset it, or configure the tcp transport"
+TOLD = {
+    "memory": "copied in memory by the reader (same host)",
+    "rdma": "RDMA",
+    "tcp": "TCP, sent by the peer",
+    "": "by an adapter or a device, or by TCP where that is allowed",
+}
 
 
 class _State(Enum):
@@ -100,6 +108,8 @@ class NixlTransport:
         self._allow_tcp = allow_tcp
         self._in_memory_only = in_memory_only
         self._rdma = uses_rdma(self._settings)
+        # Whether what is no copy in memory is still read without the peer's help. From a pool on the host only an adapter does that.
+        self._reads_alone = is_one_sided(self._settings) and (self._rdma or region.kind == "VRAM")
         self._probe = np.zeros(0 if region.spare else PROBE_BYTES, dtype=np.uint8)
         self._register()
         self._blocks = self._descriptors("NIXL_INIT_AGENT", region)
@@ -159,7 +169,10 @@ class NixlTransport:
                 self._leave(link)
 
     def route(self, peer: str) -> Route:
-        return Route("nixl") if self._region.kind == "DRAM" else Route("nixl_vram", through_host=False)
+        with self._lock:
+            link = self._links.get(peer)
+            lane = self._lane(link) if link else ""
+        return Route("nixl", lane=lane) if self._region.kind == "DRAM" else Route("nixl_vram", through_host=False, lane=lane)
 
     def disconnect(self, peer: str) -> None:
         with self._lock:
@@ -220,8 +233,8 @@ class NixlTransport:
             copied = run == INLINE_RUN
             if self._in_memory_only and not copied:
                 raise transfer_failed("NIXL would send KV over the network in clear, and this cluster has TLS; use the tcp transport")
-            if not (copied or self._allow_tcp or (is_one_sided(self._settings) if self._region.kind == "VRAM" else self._rdma)):
-                raise transfer_failed("UCX reaches it only over TCP, which is not safe; configure the tcp transport")
+            if not (copied or self._allow_tcp or self._reads_alone):
+                raise transfer_failed(EMULATED if self._rdma else ONLY_TCP)
             with self._lock:
                 if not link.usable:
                     raise transfer_failed(link.why)
@@ -268,9 +281,16 @@ class NixlTransport:
     def _describe(self, link: Link) -> str:
         if not link.usable:
             return f"broken ({link.why})"
-        if link.state is LinkState.COPIED:
-            return "copied in memory by the reader (same host)"
-        return "RDMA, or TCP where the peer has none" if self._rdma else "TCP, sent by the peer"
+        return TOLD[self._lane(link)]
+
+    def _lane(self, link: Link) -> str:
+        """See `Route.lane`. NIXL does not say which lane UCX has taken. It follows from what UCX must not take: a read that nobody
+        emulates, and that is no copy, is done by an adapter or, in memory of a device, perhaps by the device."""
+        if link.state is not LinkState.SENT:
+            return "memory" if link.state is LinkState.COPIED else ""
+        if self._reads_alone:
+            return "" if self._region.kind == "VRAM" else "rdma"
+        return "" if self._rdma else "tcp"
 
     def _require_open(self) -> None:
         if self._stop.is_set():

@@ -34,6 +34,12 @@ class Route:
     through_host: bool = True  # of both: `Pool.expose` there, `Pool.take_in` here
     read_bytes: int = 0  # size of one read of a fetch; 0: the pool's
     rate: float = 0.0  # bytes/s that a probe has measured; 0: it measured none
+    lane: str = ""  # of NIXL: "memory" (the reader copies it), "rdma" or "tcp"; empty: the carrier says all, or UCX does not tell
+
+    @property
+    def label(self) -> str:
+        """Carrier and lane, as people read them."""
+        return f"{self.carrier} ({self.lane})" if self.lane else self.carrier
 
 
 class Transport(Protocol):

@@ -11,7 +11,7 @@ judged besides (`router.trust`), and count for less when they fail.
 """
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
@@ -76,12 +76,12 @@ class _Bias:
 
 class Predictions:
     def __init__(self) -> None:
-        self._biases: dict[Of, _Bias] = {}
+        self._biases = defaultdict[Of, _Bias](_Bias)
 
     def note(self, predictions: Iterable[CheckedPrediction], now: float) -> None:
         """What was predicted of a request that has ended."""
         for prediction in predictions:
-            self._biases.setdefault(prediction.of, _Bias()).note(prediction, now)
+            self._biases[prediction.of].note(prediction, now)
 
     def biases(self, now: float) -> dict[str, float]:
         """What came over what was predicted, of those of which enough is known."""

@@ -21,12 +21,16 @@ WHERE = {
     "same worker": "workers serve both roles",
     "recomputed": "decode workers cannot read the KV: see kv.port and the network between the pools",
 }
+TCP = "tcp"  # as a transport, and as the lane of another
+NIXL_WHERE = "kv.transport, kv.ucx_tls, kv.ucx_net_devices"
+RDMA_WHERE = "kv.rdma: see what `baton doctor` says of adapters on the workers' hosts; with TLS only TCP leaves a host"
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
     split: bool = False  # whether there is to be a prefill pool
     transport: str = ""  # that is to carry the KV; empty: any
+    rdma: bool = False  # whether no TCP is to carry it: between hosts that leaves RDMA
 
 
 def path_of(trace: Trace) -> tuple[str, str] | None:
@@ -43,14 +47,14 @@ class Split:
     def __init__(self, wanted: Wanted = Wanted()) -> None:  # it is frozen
         self._wanted = wanted
         self._last: deque[tuple[str, str]] = deque(maxlen=LAST)
-        self._transports: deque[str] = deque(maxlen=LAST)
+        self._carried: deque[tuple[str, str]] = deque(maxlen=LAST)  # transport, lane
 
     def note(self, trace: Trace, path: tuple[str, str], computed: int) -> None:
         """A request that took that path has ended well. `computed`: tokens of its prompt that were not cached."""
         if computed >= WORTH and path[1] != "prompt_logprobs":
             self._last.append(path)
         if path[0] == HANDOFF:
-            self._transports.append(trace.handoff.transport)
+            self._carried.append((trace.handoff.transport, trace.handoff.lane))
 
     @property
     def alarm(self) -> str:
@@ -71,9 +75,11 @@ class Split:
         return f"{told}: {why}" + (f" ({where})" if where else "")
 
     def _detour(self) -> str:
-        wanted, used = self._wanted.transport, Counter(self._transports)
-        other = {name: count for name, count in used.items() if not name.startswith(wanted)}
-        if not wanted or not other or 2 * sum(other.values()) <= used.total():
-            return ""
-        name = max(other, key=lambda one: other[one])
-        return f"{name} carries the KV, and {wanted} was asked for (kv.transport, kv.ucx_tls, kv.ucx_net_devices)"
+        wanted, used = self._wanted, Counter(self._carried)
+        tcp = Counter({each: count for each, count in used.items() if wanted.rdma and TCP in each})
+        other = Counter({each: count for each, count in used.items() if not each[0].startswith(wanted.transport)})
+        for detours, asked, where in ((tcp, "RDMA", RDMA_WHERE), (other, wanted.transport, NIXL_WHERE)):
+            if 2 * detours.total() > used.total():
+                [((transport, lane), _)] = detours.most_common(1)
+                return f"{transport}{f' over {lane}' if lane else ''} carries the KV, and {asked} was asked for ({where})"
+        return ""

@@ -232,4 +232,4 @@ def _taken_back(answers: Any, now: float) -> Any:
 
 
 def _ended(trace: Any, path: tuple[str, str], computed: int) -> Any:
-    return (trace.handoff.transport, path, computed), 0
+    return ((trace.handoff.transport, trace.handoff.lane), path, computed), 0

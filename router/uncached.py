@@ -15,8 +15,9 @@ Each has causes of its own (`baton.uncached`). Keys are rooted in the salt, so a
 compared with; that a prompt is known under another salt is said only of salts of the same tenant.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, repeat
 from typing import Any
 
 from baton.engine.core.block_key import block_key, root_key
@@ -31,13 +32,17 @@ _GREW = 1  # another key followed
 
 @dataclass(frozen=True, slots=True)
 class Sought:
-    """What was known when the worker was chosen that computes the prompt. In blocks."""
+    """What was known when the worker was chosen that computes the prompt. In blocks. (When it has been computed, prompts that were sent
+    with it may have changed what is known.)"""
 
     worker: Identity
     promised: int = 0
     reachable: int = 0
+    remembered: int = 0  # at least as many as reachable
     broken: Cause = "stale"  # why it would deliver less than promised
-    elsewhere: Cause = "busy"  # why no more was promised than that
+    elsewhere: Cause = "busy"  # why no more was promised than is reachable
+    lost: Cause = "evicted"  # why no more was reachable than is remembered
+    beyond: Cause = "new"  # why no more is remembered
     holder: str = ""  # of what is reachable
 
 
@@ -94,8 +99,9 @@ class Explainer:
         """What is known when `found` is chosen to compute the prompt of these full blocks; for a bypass it is a decode worker. Call it
         before the prompt is predicted there."""
         record, most = self._model.members.record(found.worker), found.most or Cached(found.worker, found.overlap_blocks)
-        identity, promised = (record.name, record.incarnation), min(found.overlap_blocks, len(keys))
+        promised = min(found.overlap_blocks, len(keys))
         reachable = max(promised, min(most.blocks, len(keys)))
+        remembered, lost, beyond = self._history.recall(keys, reachable, self._model.processes())
         broken: Cause = "stale"
         if found.source is not None:
             broken = "unfetched"
@@ -103,15 +109,11 @@ class Explainer:
             broken = "unloaded"
         elif promised and self._model.index.is_predicted(found.worker, keys[promised - 1]):
             broken = "computing"
-        if reachable == promised:
-            return Sought(identity, promised, reachable, broken)
-        gain = (reachable - promised) * record.block_size
-        if most.worker == found.worker:  # in its own tiers; who decodes loads from them, too, where that was not what it was chosen for
-            own: Cause = "unloaded" if found.source is None and gain > self._load_tokens else "dearer"
-            return Sought(identity, promised, reachable, broken, own, most.worker)
-        dearer = gain <= self._fetch_tokens or not self._fetch_tokens
-        elsewhere = self._why_elsewhere(most.worker, bypass, failed, dearer)
-        return Sought(identity, promised, reachable, broken, elsewhere, most.worker)
+        elsewhere: Cause = "busy"
+        if reachable > promised:
+            elsewhere = self._why_elsewhere(found, most.worker, bypass, failed, (reachable - promised) * record.block_size)
+        identity = record.name, record.incarnation
+        return Sought(identity, promised, reachable, remembered, broken, elsewhere, lost, beyond, most.worker)
 
     def explain(self, asked: Prompt, sought: Sought, delivered: int) -> Uncached:
         """The prompt was computed, `delivered` tokens of it came from a cache."""
@@ -119,20 +121,25 @@ class Explainer:
         assert served is not None
         size, first = served.block_size, None
         keys = asked.keys[: (asked.length - 1) // size]
-        if asked.tenant and keys:
-            first = block_key(root_key("", asked.tenant), asked.tokens[:size])
         if not self._caching or asked.scored:
             found = Uncached(0, 0, (("scored" if asked.scored else "off", asked.length - delivered),))
         else:
-            found = explain(sought, self._history, self._model.processes(), keys, delivered, asked.length, size)
+            beyond = self._history.beyond(keys, sought, delivered // size)
+            found = explain(sought, beyond, len(keys), delivered, asked.length, size)
         if asked.chat_map is not None and (at := found.changed_at) is not None:
             found = replace(found, changed_message=asked.chat_map.message(asked.tokens, at, at + size))
-        if first is not None and self._history.other_salt(first, asked.salt):
+        new = any(cause == "new" for cause, _ in found.causes)
+        if asked.tenant and keys and (new or not self._history.is_fresh(keys[0])):  # else it is noted already
+            first = block_key(root_key("", asked.tenant), asked.tokens[:size])
+        if new and first is not None and self._history.other_salt(first, asked.salt):
             found = replace(found, causes=tuple(("salt" if cause == "new" else cause, tokens) for cause, tokens in found.causes))
-        self._history.note(asked.keys[: asked.length // size], sought.worker, first, asked.salt)
+        self._history.note(asked.keys[: asked.length // size], sought.worker, first, asked.salt, delivered // size)
         return found
 
-    def _why_elsewhere(self, holder: str, bypass: bool, failed: Collection[Identity], dearer: bool) -> Cause:
+    def _why_elsewhere(self, found: Choice, holder: str, bypass: bool, failed: Collection[Identity], gain: int) -> Cause:
+        """`gain`: tokens that the holder has, and that were not promised."""
+        if holder == found.worker:  # in its own tiers; who decodes loads from them, too, where that was not what it was chosen for
+            return "unloaded" if found.source is None and gain > self._load_tokens else "dearer"
         if any(name == holder for name, _ in failed):
             return "failed"
         peers = self._model.decode_workers() if bypass else self._model.prefill_workers()
@@ -140,7 +147,7 @@ class Explainer:
             return "busy"
         if all(record.name != holder for record in (*self._model.prefill_workers(), *self._model.decode_workers())):
             return "unusable"
-        if bypass or dearer:
+        if bypass or gain <= self._fetch_tokens or not self._fetch_tokens:
             return "dearer"
         return "unlent"
 
@@ -160,6 +167,10 @@ class History:
         found = self._young.get(key)
         return self._old.get(key) if found is None else found
 
+    def is_fresh(self, key: bytes) -> bool:
+        """Whether a prompt with it was noted lately."""
+        return key in self._young
+
     def depth(self, keys: Sequence[bytes], start: int) -> int:
         """How many leading keys are known, if the first `start` are."""
         young, old = self._young, self._old
@@ -168,23 +179,47 @@ class History:
                 return place
         return max(start, len(keys))
 
-    def grew(self, key: bytes) -> bool:
-        return bool((self.find(key) or 0) & _GREW)
-
     def worker(self, key: bytes) -> Identity:
-        """The last that computed it. The key must be known."""
+        """The last that had the block. The key must be known."""
         found = self.find(key)
         assert found is not None
         return self._workers[found >> 1]
 
-    def note(self, keys: Sequence[bytes], worker: Identity, first: bytes | None, salt: str) -> None:
-        """A prompt of these full blocks was computed. `first`: its first block under the tenant alone."""
+    def recall(self, keys: Sequence[bytes], reachable: int, current: Collection[Identity]) -> tuple[int, Cause, Cause]:
+        """See `Sought`: remembered, lost, beyond. `keys`: of the blocks that can be cached, `current`: the processes there are."""
+        depth = self.depth(keys, reachable)
+        gone = depth > reachable and self.worker(keys[reachable]) not in current
+        return depth, "restarted" if gone else "evicted", self._after(keys, depth)
+
+    def beyond(self, keys: Sequence[bytes], sought: Sought, found: int) -> Cause:
+        """Why no more is remembered than that, or than was `found`, when the prompt has been computed. What an earlier prompt has in common
+        with it may be known only now; but a prompt that was sent with it and is the same tells nothing."""
+        place = max(sought.remembered, found)
+        if place >= len(keys) or (place == sought.remembered and sought.beyond != "new"):
+            return sought.beyond
+        return self._after(keys, place) if self.find(keys[place]) is None else "new"
+
+    def _after(self, keys: Sequence[bytes], place: int) -> Cause:
+        """What a block is that no prompt is known to have there."""
+        before = self.find(keys[place - 1]) if place else None
+        if before is None:
+            return "new"
+        return "changed" if before & _GREW else "grown"
+
+    def note(self, keys: Sequence[bytes], worker: Identity, first: bytes | None, salt: str, cached: int = 0) -> None:
+        """A prompt of these full blocks was computed, but for the first `cached`. `first`: its first block under the tenant alone."""
         if not keys:
             return
-        value = self._number(worker) << 1
-        last = (self.find(keys[-1]) or 0) & _GREW
-        self._young.update(dict.fromkeys(keys, value | _GREW))
-        self._young[keys[-1]] = value | last
+        young, value = self._young, self._number(worker) << 1
+        cached = min(cached, len(keys))
+        if cached and young.get(keys[cached - 1], -1) >> 1 == value >> 1:  # nothing new of the blocks before: they came with it
+            young[keys[cached - 1]] |= cached < len(keys)
+        else:
+            cached = 0
+        if cached < len(keys):
+            last = (self.find(keys[-1]) or 0) & _GREW
+            young.update(zip(islice(keys, cached, None), repeat(value | _GREW)))
+            young[keys[-1]] = value | last
         if len(self._young) > self._most:
             self._young, self._old = {}, self._young
         if first is not None:
@@ -203,11 +238,9 @@ class History:
         return number
 
 
-def explain(
-    sought: Sought, history: History, current: Iterable[Identity], keys: Sequence[bytes], delivered: int, length: int, block_size: int
-) -> Uncached:
-    """`keys`: of the blocks that can be cached. `delivered` and `length` in tokens, `current`: the processes there are."""
-    full, causes = len(keys), list[tuple[Cause, int]]()
+def explain(sought: Sought, beyond: Cause, full: int, delivered: int, length: int, block_size: int) -> Uncached:
+    """`beyond`: see `History`. `full`: how many blocks can be cached. `delivered` and `length` in tokens."""
+    causes = list[tuple[Cause, int]]()
     at = delivered
 
     def until(cause: Cause, blocks: int) -> None:
@@ -218,17 +251,9 @@ def explain(
 
     until(sought.broken, sought.promised)
     until(sought.elsewhere, sought.reachable)
-    known = at // block_size
-    depth = history.depth(keys, known)
-    if depth > known:
-        until("evicted" if history.worker(keys[known]) in current else "restarted", depth)
-    changed_at = None
-    if depth < full:
-        cause: Cause = "new"
-        if depth and history.find(keys[depth - 1]) is not None:
-            cause = "changed" if history.grew(keys[depth - 1]) else "grown"
-        changed_at = depth * block_size if cause == "changed" else None
-        until(cause, full)
+    until(sought.lost, sought.remembered)
+    changed_at = at // block_size * block_size if beyond == "changed" and at < full * block_size else None
+    until(beyond, full)
     if length > at:
         causes.append(("partial", length - at))
     holder = sought.holder if sought.reachable > sought.promised else ""

@@ -139,7 +139,8 @@ class RouterProcess:
         config = self.config
         # Who names devices or transports of UCX asks for NIXL.
         ucx = "nixl" if config.kv.ucx_tls or config.kv.ucx_net_devices else ""
-        wanted = Wanted(config.prefill.replicas > 0, ucx if config.kv.transport == "auto" else config.kv.transport)
+        carrier = ucx if config.kv.transport == "auto" else config.kv.transport
+        wanted = Wanted(config.prefill.replicas > 0, carrier, config.kv.rdma)
         return Journal(
             self._book,
             self._tracer,

@@ -62,7 +62,7 @@ def examine(config: Config, with_ray: bool, quick: bool = False, begin: Callable
         "memory": lambda: [_memory(config)],
         "gpus": lambda: [*found, *gpus(find(), torch_build(), quick, config.engine.device)],
         "transports": lambda: [] if quick else _transports(config),
-        "rdma": lambda: [locks(rdma_ports(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], lambda: _pool_needed(config))],
+        "rdma": lambda: [locks(rdma_ports(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], lambda: _pool_needed(config), config.kv.rdma)],
         "redis": lambda: [_redis(config)],
         "ray": lambda: [_ray(with_ray)],
         "ports": lambda: [_ports(config)],
@@ -145,9 +145,11 @@ def _pool_needed(config: Config) -> int:
     return int(found.detail) if found.verdict == "ok" else _pool_bytes(config)
 
 
-def locks(adapters: Sequence[str], limit: int, needed: Callable[[], int]) -> Finding:
+def locks(adapters: Sequence[str], limit: int, needed: Callable[[], int], wanted: bool = False) -> Finding:
     """Whether this process may lock as much memory as an RDMA adapter needs to read a KV pool. `limit`: RLIMIT_MEMLOCK, bytes; -1: none;
-    `needed`: the pool's bytes, asked only if they matter."""
+    `needed`: the pool's bytes, asked only if they matter. `wanted`: kv.rdma."""
+    if not adapters and wanted:
+        return Finding("fail", "rdma", "no adapter can be opened here, and kv.rdma asks for one; KV goes over shared memory or TCP")
     if not adapters:
         return Finding("ok", "rdma", "no adapter can be opened here; KV goes over shared memory or TCP")
     names = ", ".join(adapters)

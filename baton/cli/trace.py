@@ -14,6 +14,7 @@ from baton.cli.view import (
     BAR_WIDTH,
     STAGE_COLOURS,
     bar,
+    carried,
     colour,
     guesses,
     kind,
@@ -138,7 +139,7 @@ def _detail(lap: dict[str, Any], record: dict[str, Any]) -> str:
             return f"{worker}: not used ({handoff['failure']}); {handoff['recomputed_tokens']} tokens recomputed"
         case "transfer" if handoff["transport"]:
             return (
-                f"{worker}: {handoff['transport']}, {handoff['blocks']} blocks, {size(handoff['bytes'])},"
+                f"{worker}: {carried(handoff)}, {handoff['blocks']} blocks, {size(handoff['bytes'])},"
                 f" {handoff['blocks_reused']} already there; {transfer_parts(record['connect'] * 1000, record['read'] * 1000)}"
                 f", verified {record['verify'] * 1000:.1f}"
             )

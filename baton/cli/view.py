@@ -1,5 +1,6 @@
 """What a terminal shows: the stages of a request, the state of a cluster. Returns rich renderables; prints nothing."""
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -128,13 +129,18 @@ def _detail(stage: str, result: Result) -> str:
             if not handoff["transport"]:
                 return "no KV moved"
             return (
-                f"{handoff['transport']}: {handoff['blocks']} blocks, {size(handoff['bytes'])}, {handoff['blocks_reused']} already there;"
+                f"{carried(handoff)}: {handoff['blocks']} blocks, {size(handoff['bytes'])}, {handoff['blocks_reused']} already there;"
                 f" {transfer_parts(stages['connect'], stages['read'])}"
                 f", verified {handoff['digests_checked']} digests + lease {stages['verify']:.1f}"
             )
         case _:
             made = max(1, result.usage.completion_tokens - 1)
             return f"{workers['decode'] or 'no worker'}: {stages['decode'] / made:.2f} ms a token"
+
+
+def carried(handoff: Mapping[str, Any]) -> str:
+    """What carried the KV of a handoff."""
+    return f"{handoff['transport']} ({handoff['lane']})" if handoff["lane"] else str(handoff["transport"])
 
 
 def transfer_parts(connect_ms: float, read_ms: float) -> str:

@@ -36,6 +36,11 @@ class KvConfig(Section):
     on_failure: Literal["recompute", "fail"] = Field(
         default="recompute", description="What a decode worker does if it cannot fetch the KV: compute it again, or fail the call."
     )
+    rdma: bool = Field(
+        default=False,
+        description="KV between hosts is to go by RDMA. Nothing is refused for it, but an alarm stands while TCP carries KV"
+        " (docs/observability.md, BatonSplitDoesNotHappen).",
+    )
     ucx_tls: str | None = Field(default=None, description="UCX_TLS of the nixl transport; by default UCX chooses.")
     ucx_net_devices: str | None = Field(
         default=None,
@@ -57,6 +62,12 @@ class KvConfig(Section):
     events_replay: str | None = Field(
         default=None, pattern=_SOCKET, description="Address on which a worker sends the latest block events again. Not set: none."
     )
+
+    @model_validator(mode="after")
+    def _rdma_is_of_nixl(self) -> Self:
+        if self.rdma and self.transport not in ("auto", "nixl"):
+            raise ValueError(f"rdma needs transport auto or nixl: {self.transport} uses no adapter")
+        return self
 
     @model_validator(mode="after")
     def _events_to_replay(self) -> Self:

@@ -62,6 +62,7 @@ class Handoff:
     read_ms: float = _fact(0.0, span="baton.read_seconds", scale=1e-3)
     verify_ms: float = _fact(0.0, span="baton.verify_seconds", scale=1e-3)  # digests, and the check that the lease was alive
     failure: str = ""  # why the KV was not used: a reason of the error table
+    lane: str = _fact("", span="baton.lane")  # see `kvtransfer.transport.Route`
 
     def note_moved(self, blocks: int, num_bytes: int, live: bool) -> None:
         self.blocks += blocks

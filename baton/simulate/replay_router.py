@@ -44,7 +44,8 @@ class ReplayedRouter:
         if name == "outliers":
             args = [self._functions.get(each, each) if isinstance(each, str) else each for each in args]
         if call.method == "split.note":
-            args[0] = SimpleNamespace(handoff=SimpleNamespace(transport=args[0]))
+            transport, lane = args[0]
+            args[0] = SimpleNamespace(handoff=SimpleNamespace(transport=transport, lane=lane))
         answer = attempt(getattr(self._objects[name], method), *args, **named)
         if isinstance(answer, Filling):
             self._begun += 1

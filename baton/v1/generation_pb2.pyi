@@ -474,7 +474,7 @@ class Workers(_message.Message):
     def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., retries: _Optional[int] = ...) -> None: ...
 
 class Handoff(_message.Message):
-    __slots__ = ("transport", "blocks", "bytes", "blocks_reused", "digests_checked", "recomputed_tokens", "failure", "blocks_early")
+    __slots__ = ("transport", "blocks", "bytes", "blocks_reused", "digests_checked", "recomputed_tokens", "failure", "blocks_early", "lane")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -483,6 +483,7 @@ class Handoff(_message.Message):
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_EARLY_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     transport: str
     blocks: int
     bytes: int
@@ -491,4 +492,5 @@ class Handoff(_message.Message):
     recomputed_tokens: int
     failure: str
     blocks_early: int
-    def __init__(self, transport: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., blocks_reused: _Optional[int] = ..., digests_checked: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., failure: _Optional[str] = ..., blocks_early: _Optional[int] = ...) -> None: ...
+    lane: str
+    def __init__(self, transport: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., blocks_reused: _Optional[int] = ..., digests_checked: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., failure: _Optional[str] = ..., blocks_early: _Optional[int] = ..., lane: _Optional[str] = ...) -> None: ...

@@ -523,7 +523,7 @@ class Adopted(_message.Message):
     def __init__(self, handoff: _Optional[_Union[HandoffFacts, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class HandoffFacts(_message.Message):
-    __slots__ = ("transport", "blocks", "bytes", "blocks_reused", "digests_checked", "digests_failed", "recomputed_tokens", "read_ms", "verify_ms", "failure", "blocks_early", "connect_ms")
+    __slots__ = ("transport", "blocks", "bytes", "blocks_reused", "digests_checked", "digests_failed", "recomputed_tokens", "read_ms", "verify_ms", "failure", "blocks_early", "connect_ms", "lane")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -536,6 +536,7 @@ class HandoffFacts(_message.Message):
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_EARLY_FIELD_NUMBER: _ClassVar[int]
     CONNECT_MS_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     transport: str
     blocks: int
     bytes: int
@@ -548,7 +549,8 @@ class HandoffFacts(_message.Message):
     failure: str
     blocks_early: int
     connect_ms: float
-    def __init__(self, transport: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., blocks_reused: _Optional[int] = ..., digests_checked: _Optional[int] = ..., digests_failed: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., read_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., failure: _Optional[str] = ..., blocks_early: _Optional[int] = ..., connect_ms: _Optional[float] = ...) -> None: ...
+    lane: str
+    def __init__(self, transport: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., blocks_reused: _Optional[int] = ..., digests_checked: _Optional[int] = ..., digests_failed: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., read_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., failure: _Optional[str] = ..., blocks_early: _Optional[int] = ..., connect_ms: _Optional[float] = ..., lane: _Optional[str] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
     __slots__ = ("reason", "handoff", "cached_tokens", "preemptions")

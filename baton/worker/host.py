@@ -310,9 +310,11 @@ class Host:
 
     @property
     def _transport(self) -> str:
-        """Its name, and between GPUs what carries KV and how quickly."""
-        probed = self.port.importer.probed()
-        return ", ".join([self.transport.name, *(f"{carrier} {rate / 1e9:.3g} GB/s" for carrier, rate in probed.items())])
+        """Its name, what carries KV here, and between GPUs how quickly."""
+        probed, routes = self.port.importer.probed(), self.port.importer.routes()
+        rates = {carrier: f" {rate / 1e9:.3g} GB/s" for carrier, rate in probed.items()}
+        told = {route.label + rates.get(route.carrier, "") for route in routes}
+        return ", ".join(dict.fromkeys([self.transport.name, *sorted(told)]))
 
     @property
     def _state(self) -> WorkerState:

@@ -16,6 +16,12 @@ def test_doctor_compares_the_memory_that_may_be_locked_with_the_pool(adapters: l
     assert doctor.locks(adapters, limit, lambda: 1 << 30).verdict == verdict
 
 
+def test_doctor_misses_an_adapter_only_where_rdma_is_asked_for() -> None:
+    asked = doctor.locks([], -1, lambda: 1 << 30, wanted=True)
+    assert asked.verdict == "fail" and "kv.rdma asks for one" in asked.detail
+    assert doctor.locks(["mlx5_0:1"], -1, lambda: 1 << 30, wanted=True).verdict == "ok"
+
+
 def test_the_pool_that_must_be_locked_is_the_one_that_a_worker_makes_not_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_pool_bytes", lambda config: 64 << 40)
     needed = doctor._pool_needed(load([], {}, {"engine.kv-memory-mib": "20000"}).config)

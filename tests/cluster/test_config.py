@@ -48,7 +48,7 @@ LEGAL = {
     "engine.weight_dtype": "int8",
     "engine.kv_dtype": "int8",
     "engine.products": "onednn",
-    "kv.transport": "tcp",
+    "kv.transport": "nixl",
     "model.generation_config": "baton",
     "model.tool_format": "hermes",
     "model.reasoning_format": "think",
@@ -221,6 +221,13 @@ def test_static_batching_is_refused_with_separate_prefill_workers() -> None:
     text = refused(env={"BATON_ENGINE_BATCHING": "static"})
     assert text.startswith("config: engine.batching static") and "set prefill.replicas to 0" in text
     assert text.endswith("[engine.batching from env BATON_ENGINE_BATCHING]")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "cuda_ipc"])
+def test_a_transport_that_uses_no_adapter_is_refused_where_rdma_is_asked_for(transport: str) -> None:
+    text = refused(env={"BATON_KV_RDMA": "true", "BATON_KV_TRANSPORT": transport})
+    assert f"rdma needs transport auto or nixl: {transport} uses no adapter" in text
+    assert load(env={"BATON_KV_RDMA": "true"}).config.kv.rdma
 
 
 class TestUnknownNames:

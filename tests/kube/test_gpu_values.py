@@ -78,6 +78,22 @@ def test_a_toleration_is_there_once() -> None:
     assert pod(objects, "decode")["tolerations"].count(TOLERATED) == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ((), True),
+        (("config.kv.rdma=false",), False),
+        (("config.kv.transport=tcp",), False),
+        (("config.kv.transport=nixl",), True),
+    ],
+)
+def test_who_gives_workers_adapters_asks_for_rdma_unless_the_configuration_says_otherwise(given: tuple[str, ...], asked: bool) -> None:
+    """The routers know it, too: they raise the alarm."""
+    objects = rendered(*given, files=(CHART / "examples" / "values-rdma.yaml",))
+    assert [config(objects, role).get("kv", {}).get("rdma", False) for role in ("router", *WORKERS)] == [asked] * 3
+    assert "rdma" not in str([config(rendered(CUDA), role) for role in ("router", *WORKERS)])
+
+
 def test_workers_share_a_gpu_only_if_asked_and_then_its_memory() -> None:
     objects = rendered(CUDA, "gpu.workersPerGpu=2", "gpu.resource=nvidia.com/gpu.shared")
     for role in WORKERS:

@@ -270,6 +270,8 @@ def serve(options: dict[str, Any]) -> None:
                 answer(time.process_time())
             case ["detail"]:
                 answer(served.backend_detail())
+            case ["flush"]:  # what C libraries have written to files
+                answer(ctypes.CDLL(None).fflush(None))
             case ["close"]:
                 served.close()
                 answer(None)

@@ -215,8 +215,38 @@ def test_an_adapter_here_helps_nobody_if_the_peer_is_reached_over_tcp(
     reader = make_reader("nixl", tls="tcp")
     with pytest.raises(BatonError, match="which is not safe"):
         reader.connect(shared_peers("nixl"))
-    monkeypatch.setattr(nixl, "ONE_SIDED", {})  # negative control
-    make_reader("nixl", "other:1", tls="tcp").connect(shared_peers("nixl"))
+    monkeypatch.setattr(nixl, "ONE_SIDED", {})
+    with pytest.raises(BatonError, match="UCX_PROTO_EMULATION_ENABLE is on, so UCX may read over TCP"):
+        make_reader("nixl", "other:1", tls="tcp").connect(shared_peers("nixl"))
+    monkeypatch.setattr(nixl, "is_one_sided", lambda settings: True)  # negative control: UCX does take TCP
+    make_reader("nixl", "third:1", tls="tcp").connect(shared_peers("nixl"))
+
+
+def test_a_setting_that_lets_ucx_take_tcp_leaves_only_copies_in_memory(
+    shared_peers: SharedPeers, start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator's variable wins over ours. Without an adapter the refusal is the same as ever."""
+    monkeypatch.setenv("UCX_PROTO_EMULATION_ENABLE", "y")
+    peer = shared_peers("nixl")
+    assert start_peer("nixl", "copies:1").ask("read", peer.name, peer.address.hex(), [0], [0]) is None
+    assert "only over TCP" in start_peer("nixl", "sends:1", tls="tcp").ask("read", peer.name, peer.address.hex(), [0], [0])
+
+
+@pytest.mark.skipif(bool(UCX), reason=f"environment variables override the settings: {UCX}")
+@pytest.mark.parametrize(("kind", "lane", "told"), [("nixl", "memory", " cma/memory "), ("nixl-tcp", "tcp", " tcp/lo ")])
+def test_the_lane_is_the_one_that_ucx_itself_logs(
+    kind: str, lane: str, told: str, start_peer: StartPeer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = start_peer(kind, "holder:1")
+    monkeypatch.setenv("UCX_PROTO_INFO", "y")
+    monkeypatch.setenv("UCX_LOG_FILE", str(tmp_path / "ucx.log"))
+    reader = start_peer(kind, "reader:1")
+    assert reader.ask("read", holder.name, holder.address.hex(), [0], [0]) is None
+    assert nixl.TOLD[lane] in reader.ask("detail")
+    reader.ask("flush")
+    tables = (tmp_path / "ucx.log").read_text().split("reader:1 ")
+    reads = [table for table in tables if "-node" in table and "read by ucp_get" in table]
+    assert reads and all(told in table for table in reads), tables
 
 
 @pytest.mark.skipif(bool(UCX), reason=f"environment variables override the settings: {UCX}")

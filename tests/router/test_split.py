@@ -58,6 +58,22 @@ def test_another_transport_than_was_asked_for_raises_the_alarm() -> None:
         assert alarm(Wanted(True, wanted), trace(used)) == ""
 
 
+def test_tcp_where_rdma_was_asked_for_raises_the_alarm() -> None:
+    """Whatever the transport is called: NIXL may use UCX's TCP. A copy in memory needs no adapter, and of VRAM the lane is not known."""
+    by_ucx = Handoff(transport="nixl", blocks=20, lane="tcp")
+    for wanted, used, says in (
+        (Wanted(True, "", rdma=True), TCP, "tcp carries the KV, and RDMA was asked for"),
+        (Wanted(True, "nixl", rdma=True), TCP, "tcp carries the KV, and RDMA was asked for"),
+        (Wanted(True, "nixl", rdma=True), by_ucx, "nixl over tcp carries the KV, and RDMA was asked for"),
+    ):
+        told = alarm(wanted, trace(used))
+        assert says in told and "kv.rdma" in told and "baton doctor" in told
+        assert alarm(wanted, trace(used), trace(Handoff(transport="nixl", lane="rdma"))) == "", "not most of them"
+    for lane in ("memory", "rdma", ""):
+        assert alarm(Wanted(True, rdma=True), trace(Handoff(transport="nixl_vram" if not lane else "nixl", lane=lane))) == ""
+    assert alarm(Wanted(True), trace(by_ucx)) == "", "nobody asked"
+
+
 def test_prompts_that_must_be_computed_whole_do_not_count() -> None:
     assert alarm(TO_SPLIT, trace(bypass="prompt_logprobs")) == ""
 

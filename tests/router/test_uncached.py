@@ -1,5 +1,7 @@
 """Why tokens of a prompt were computed: each planted cause is named, and the tokens of all causes add up."""
 
+import asyncio
+import math
 import random
 from contextlib import aclosing
 from dataclasses import replace
@@ -117,6 +119,48 @@ async def test_what_was_promised_and_not_delivered() -> None:
     assert found.causes == (("computing", FULL), ("partial", 8)) and found.promised == FULL
 
 
+@pytest.mark.parametrize("known", [False, True])
+async def test_prompts_that_are_sent_together_do_not_explain_each_other(known: bool) -> None:
+    """What was known when a prompt was sent counts, though the same prompt, sent later to another worker, has been computed before it."""
+    world = World()
+    if known:
+        await world.ask(PROMPT[:100])
+        world.model.index.overlap([], math.inf)
+    world.workers.waits = {name: asyncio.Event() for name in ("p0", "p1")}
+    first = asyncio.create_task(world.ask(PROMPT))
+    while not world.workers.calls or world.workers.calls[-1].known != len(PROMPT):
+        await asyncio.sleep(0)
+    second = asyncio.create_task(world.ask(PROMPT))
+    holder = world.workers.calls[-1].worker
+    world.workers.waits["p1" if holder == "p0" else "p0"].set()
+    _, later = await second
+    world.workers.waits[holder].set()
+    _, earlier = await first
+    start = (("evicted", 96), ("grown", 96)) if known else (("new", FULL),)
+    assert earlier.causes == (*start, ("partial", 8)) and earlier.changed_at is None
+    assert later.causes == (("busy", FULL), ("partial", 8)) and later.holder == holder
+
+
+async def test_so_do_prompts_under_another_salt_of_their_tenant() -> None:
+    world = World()
+    await world.first(PROMPT, salt="ann\0one", tenant="ann")
+    twins = await asyncio.gather(*(world.ask(PROMPT, salt="ann\0two", tenant="ann") for _ in range(2)))
+    assert {found.causes for _, found in twins} == {(("salt", FULL), ("partial", 8)), (("busy", FULL), ("partial", 8))}
+
+
+async def test_a_prompt_goes_on_from_one_that_is_still_computed() -> None:
+    world = World("p0 d0")
+    world.workers.waits["p0"] = asyncio.Event()
+    tasks = [asyncio.create_task(world.ask(PROMPT[:160]))]
+    await asyncio.sleep(0.01)
+    tasks.append(asyncio.create_task(world.ask(PROMPT)))
+    await asyncio.sleep(0.01)
+    world.workers.waits["p0"].set()
+    (_, first), (_, second) = await asyncio.gather(*tasks)
+    assert first.causes == (("new", 144), ("partial", 16))
+    assert second.causes == (("computing", 160), ("grown", 32), ("partial", 8))
+
+
 async def test_another_salt_of_the_same_tenant_and_none_of_another_tenant() -> None:
     world = World()
     await world.first(PROMPT, salt="ann\0one", tenant="ann")
@@ -165,9 +209,11 @@ def test_the_causes_always_add_up() -> None:
         for _ in range(rng.randint(0, 3)):
             history.note([bytes([rng.randrange(3), place]) for place in range(rng.randint(0, 9))], ("p0", rng.randint(1, 2)), None, "")
         promised = rng.randint(0, len(keys))
-        sought = Sought(("p0", 1), promised, rng.randint(promised, len(keys)))
+        reachable = rng.randint(promised, len(keys))
+        remembered, lost, beyond = history.recall(keys, reachable, {("p0", 2)})
+        sought = Sought(("p0", 1), promised, reachable, remembered, lost=lost, beyond=beyond)
         delivered = rng.choice((0, rng.randint(0, len(keys)) * BLOCK, length))
-        found = explain(sought, history, {("p0", 2)}, keys, delivered, length, BLOCK)
+        found = explain(sought, history.beyond(keys, sought, delivered // BLOCK), len(keys), delivered, length, BLOCK)
         assert sum(tokens for _, tokens in found.causes) == length - delivered
         assert all(tokens > 0 for _, tokens in found.causes)
 

@@ -33,9 +33,12 @@ class Caching(FakeWorkers):
         super().__init__()
         self.tells_early = True  # what a decode worker found cached: an older one tells it at the end alone
         self.delivers: Callable[[str, Request], int] = lambda worker, request: 0
+        self.waits: dict[str, asyncio.Event] = {}  # prefill worker → for what it waits with its answer
 
     async def prefill(self, worker: WorkerRecord, request: Request, *args: Any, **kwargs: Any) -> AsyncGenerator[PrefillEvent, None]:
         async for event in super().prefill(worker, request, *args, **kwargs):
+            if (until := self.waits.get(worker.name)) is not None:
+                await until.wait()
             yield replace(event, cached_tokens=self.delivers(worker.name, request)) if isinstance(event, FirstToken) else event
 
     async def tokens(self, known: list[int], request: Request, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:

@@ -67,14 +67,14 @@ def hosts(count: int) -> Iterator[list[Host]]:
 def _host(bridge: str, number: int, address: str) -> Iterator[Host]:
     host = Host(f"{bridge}-{number}", address, f"{bridge}p{number}")
     _ip("netns", "add", host.name)
-    try:
+    with ExitStack() as stack:
+        stack.callback(_ip, "netns", "del", host.name)
         _ip("link", "add", host.port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
+        stack.callback(_ip, "link", "del", host.port)  # with the namespace it would go some time later
         _ip("link", "set", host.port, "master", bridge, "up")
         for command in (("link", "set", "lo", "up"), ("addr", "add", f"{address}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
             _ip("-n", host.name, *command)
         yield host
-    finally:
-        _ip("netns", "del", host.name)  # and its cable with it
 
 
 def _ip(*arguments: str) -> None:

@@ -4,10 +4,11 @@ import asyncio
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -21,9 +22,11 @@ from baton.cli.admin import read_status
 from baton.client import AsyncClient
 from baton.launch.redis_server import find_binary
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from router.split import LEAST, WORTH
 
 pytestmark = pytest.mark.system
 REDIS_PORT = 6379
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass
@@ -52,7 +55,8 @@ class Spread:
 
 
 @contextmanager
-def spread(model: Path, folder: Path, decode: int) -> Iterator[Spread]:
+def spread(model: Path, folder: Path, decode: int, more: Mapping[str, str] = NOTHING) -> Iterator[Spread]:
+    """`more`: of the environment of all."""
     with hosts(2 + decode) as made:
         head, started = made[0], []
         clean = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
@@ -66,6 +70,7 @@ def spread(model: Path, folder: Path, decode: int) -> Iterator[Spread]:
             "BATON_ENGINE_KV_MEMORY_MIB": "64",
             "BATON_ROUTER_BYPASS_TOKENS": "0",
             "BATON_KV_TRANSPORT": "tcp",  # namespaces share the memory of the machine, and NIXL would find that
+            **more,
         }
         redis = (str(find_binary()), "--port", str(REDIS_PORT), "--bind", "0.0.0.0", "--requirepass", PASSWORD, "--save", "")
         try:
@@ -113,6 +118,25 @@ async def test_a_cluster_over_several_hosts_survives_a_pulled_cable(tmp_path: Pa
                     await asyncio.sleep(0.2)
 
 
+def test_tcp_between_hosts_raises_the_alarm_where_rdma_was_asked_for(tmp_path: Path) -> None:
+    """NIXL is tried, and refuses what UCX could only do over its TCP."""
+    apart = {"BATON_KV_TRANSPORT": "auto", "UCX_TLS": "^posix,sysv,cma", "UCX_PROTO_EMULATION_ENABLE": "y"}
+
+    async def ask_all(door: str) -> None:
+        async with AsyncClient(door) as client:
+            await asyncio.gather(*(ask(client, [number * 7 % 250] * (WORTH + 32), 2) for number in range(LEAST)))
+
+    for rdma in ("true", "false"):
+        with spread(toy(tmp_path / rdma), tmp_path, decode=1, more={**apart, "BATON_KV_RDMA": rdma}) as cluster:
+            asyncio.run(ask_all(cluster.door))
+            told = whole_status(f"{cluster.hosts[0].address}:{ADMIN_PORT}")
+            assert told["router"]["alarm"].startswith("tcp carries the KV, and RDMA was asked for (kv.rdma" if rdma == "true" else "")
+            assert bool(told["router"]["alarm"]) == (rdma == "true"), "negative control"
+            assert [worker["transport"] for worker in told["workers"] if worker["pool"] == "decode"] == ["auto, tcp"]
+            logs = [path.read_text() for path in tmp_path.glob("decode_worker-*.log")]
+            assert any("only over TCP" in log for log in logs), logs
+
+
 # --- `baton up --join` ---------------------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +179,11 @@ def test_workers_of_a_second_host_join_a_running_cluster(tmp_path: Path) -> None
         assert head.returncode == 0, head_log.read_text()
 
 
-def status(address: str) -> list[dict[str, Any]]:
+def whole_status(address: str) -> dict[str, Any]:
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         answer = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
-    return list(read_status(answer)["workers"])
+    return read_status(answer)
+
+
+def status(address: str) -> list[dict[str, Any]]:
+    return list(whole_status(address)["workers"])

@@ -43,10 +43,12 @@ def alarm(live: Cluster, prompts: int = LEAST) -> str:
     [
         (("--router.bypass-tokens", "4096"), {}, "not handed over: short (router.bypass_tokens is high)"),
         (("--kv.ucx-tls", "rc"), {}, "tcp carries the KV, and nixl was asked for"),  # no device here speaks RDMA
+        # As between two hosts of which none has an adapter: no memory is shared.
+        (("--kv.rdma", "true"), {"UCX_TLS": "^posix,sysv,cma"}, "tcp carries the KV, and RDMA was asked for (kv.rdma"),
         # Workers whose KV cannot be read are kept out, unless nobody asks them to prove themselves.
         (("--cluster.prove-workers", "false"), {"BATON_FAILPOINTS": "kv.before_read=raise"}, "decode workers cannot read the KV"),
     ],
-    ids=("bypass", "carrier", "unreadable"),
+    ids=("bypass", "carrier", "rdma", "unreadable"),
 )
 def test_a_wrong_setting_raises_the_alarm(model: Path, flags: tuple[str, ...], env: dict[str, str], told: str) -> None:
     with cluster(model, *flags, env=env) as live:
@@ -57,8 +59,10 @@ def test_a_wrong_setting_raises_the_alarm(model: Path, flags: tuple[str, ...], e
 
 def test_a_pool_without_workers_raises_the_alarm_until_it_has_some(model: Path) -> None:
     """Its worker serves the other role, and later there is none."""
-    with cluster(model) as live:
-        assert alarm(live) == "", "as it is meant to be"
+    with cluster(model, "--kv.rdma", "true") as live:
+        assert alarm(live) == "", "as it is meant to be: between processes of one host nothing needs an adapter"
+        assert live.last()["handoff"]["lane"] == "memory"
+        assert [worker["transport"] for worker in live.workers("decode")] == ["auto, nixl (memory)"]
         live.here("roles", "prefill-0", "decode", "--name", live.name)
         assert "no prefill worker (none is usable: see prefill.replicas" in alarm(live, LEAST + 8)
         live.here("roles", "prefill-0", "prefill", "--name", live.name)

@@ -186,7 +186,7 @@ def test_the_terminal_and_the_collector_show_the_same_trace(traced: tuple[Cluste
     assert "drawn" in live.here("trace", "--name", live.name).stdout
     refused = live.here("trace", "--sort", "colour", "--name", live.name)
     assert refused.returncode == 1 and "sort" in refused.stderr and "total" in refused.stderr
-    for part in ("drawn", "queue", "prefill-0", "nixl, 10 blocks", "decode-", "output 12"):
+    for part in ("drawn", "queue", "prefill-0", "nixl (memory), 10 blocks", "decode-", "output 12"):
         assert part in drawn.stdout, part
 
 

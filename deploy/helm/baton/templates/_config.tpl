@@ -10,6 +10,13 @@
 {{- $asked -}}
 {{- end -}}
 
+{{/* Whether processes are told that KV is to go by RDMA (`kv.rdma`): what `config` says, or where it says nothing, as above. */}}
+{{- define "baton.kvByRdma" -}}
+{{- $kv := default dict .Values.config.kv -}}
+{{- if hasKey $kv "rdma" -}}{{- $kv.rdma -}}
+{{- else -}}{{- and (eq (include "baton.rdma" .) "true") (has (dig "transport" "auto" $kv) (list "auto" "nixl")) -}}{{- end -}}
+{{- end -}}
+
 {{/* Ports that UCX listens on, FIRST-LAST, where workers ask for RDMA; empty elsewhere. */}}
 {{- define "baton.ucxPorts" -}}
 {{- if eq (include "baton.rdma" .) "true" }}{{ dig "kv" "ucx_port_range" "" .Values.config | default "8475-8490" }}{{ end -}}
@@ -116,6 +123,8 @@ drops, for seconds with each new peer. Without certificates and keys, the networ
 {{- $_ := set $own "router" (dict "port" 8470 "http_port" 8000 "admin_port" 8471 "page_port" 8472) -}}
 {{- /* Clients connect again from time to time, and so find the routers that have come meanwhile. */}}
 {{- $_ := set $defaults "router" (dict "connection_age_s" 300) -}}
+{{- /* It has no KV port: of this section it needs to know what to raise an alarm for. */}}
+{{- if eq (include "baton.kvByRdma" $root) "true" }}{{ $_ := set $own "kv" (dict "rdma" true) }}{{ end -}}
 {{- $_ := set $own.telemetry "metrics_port" 9090 -}}
 {{- else if eq $role "planner" -}}
 {{- $release := printf "%s/%s" $root.Release.Namespace $root.Release.Name -}}
@@ -126,6 +135,7 @@ drops, for seconds with each new peer. Without certificates and keys, the networ
 {{- if gt (int $values.gpu.workersPerGpu) 1 }}{{ $_ := set (index $own $role) "gpus" (divf 1 $values.gpu.workersPerGpu) }}{{ end -}}
 {{- $_ := set $defaults "kv" (dict "transport" (ternary "auto" "tcp" (eq (include "baton.rdma" $root) "true"))) -}}
 {{- with include "baton.ucxPorts" $root }}{{ $_ := set $defaults.kv "ucx_port_range" . }}{{ end -}}
+{{- if eq (include "baton.kvByRdma" $root) "true" }}{{ $_ := set $defaults.kv "rdma" true }}{{ end -}}
 {{- $_ := set $own "kv" (dict "port" 8474) -}}
 {{- $_ := set $own.telemetry "worker_metrics_port" 9090 -}}
 {{- end -}}
