@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_truth import BLOCK, CacheTruth, Prompt, named
+from cache_truth import BLOCK, CacheTruth, Moment, Prompt, named
 from live_cluster import Cluster, cluster, toy
 from redis_servers import until
 
@@ -73,16 +73,16 @@ class Asker:
         results = await asyncio.gather(self.send(prompt), self.send(prompt))
         first, second = sorted(results, key=lambda one: one.usage.cache.reachable_tokens if one.usage.cache else 0)
         self.judge(prompt, first, before)
-        self.judge(prompt, second, before, self.truth.keys(prompt))
+        self.judge(prompt, second, before, twin=first)
 
-    def judge(self, prompt: Prompt, result: Result, before: Any, flying: list[bytes] | None = None) -> None:
-        told, true = named(result), self.truth.causes(prompt, result, before, flying or [])
+    def judge(self, prompt: Prompt, result: Result, before: Moment, twin: Result | None = None) -> None:
+        told, true = named(result), self.truth.causes(prompt, result, before, twin)
         add_up(prompt, result)
         wrong = Counter((cause, "/".join(sorted(may))) for cause, may in zip(told, true, strict=True) if cause not in may)
         self.right.update(cause for cause, may in zip(told, true, strict=True) if cause in may)
         self.wrong += wrong
         self.asked, self.whole = self.asked + 1, self.whole + (not wrong)
-        self.truth.note(prompt, result, before, too=flying is not None)
+        self.truth.note(prompt, result, before, too=twin is not None)
 
     async def fill(self) -> None:
         """So many other prompts that neither prefill worker keeps what it held."""
