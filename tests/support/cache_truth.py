@@ -119,7 +119,7 @@ def named(result: Result) -> list[str]:
 
 def _worker(result: Result) -> str:
     """The one that computed the prompt."""
-    return result.workers["prefill"] or result.workers["decode"]
+    return str(result.workers["prefill"] or result.workers["decode"])
 
 
 def _depth(keys: Sequence[bytes], held: frozenset[bytes]) -> int:
