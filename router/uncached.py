@@ -212,7 +212,7 @@ class History:
             return
         young, value = self._young, self._number(worker) << 1
         cached = min(cached, len(keys))
-        if cached and young.get(keys[cached - 1], -1) >> 1 == value >> 1:  # nothing new of the blocks before: they came with it
+        if cached and {young.get(keys[0], -2) >> 1, young.get(keys[cached - 1], -2) >> 1} == {value >> 1}:  # and so those between
             young[keys[cached - 1]] |= cached < len(keys)
         else:
             cached = 0

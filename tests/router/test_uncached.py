@@ -223,6 +223,22 @@ def test_the_page_of_causes_is_complete() -> None:
     assert all(f"| `{cause}` | {meaning} |\n" in page for cause, meaning in UNCACHED.items())
 
 
+def test_what_was_cached_is_noted_too_unless_it_is_known_of_the_same_worker() -> None:
+    a, b, c, d, e = (bytes([number]) for number in range(5))
+    one, two = ("p0", 1), ("p1", 1)
+    history = History()
+    history.note([a, b, c], one, None, "", cached=2)  # of another router's prompt, for all that is known here
+    assert history.recall([a, b, c, d], 0, {one}) == (3, "evicted", "grown")
+    history.note([a, b, c, d], one, None, "", cached=3)
+    assert history.recall([a, b, c, e], 0, {one}) == (3, "evicted", "changed")
+    history.note([a, b, c, e], two, None, "")
+    assert [history.worker(key) for key in (a, b, c, d, e)] == [two, two, two, one, two]
+    history.note([a, b, c, d], one, None, "", cached=4)
+    assert [history.worker(key) for key in (a, b, c, d, e)] == [one, one, one, one, two]
+    history.note([a, b, c, d], two, None, "", cached=4)
+    assert history.recall([a, b, c, d], 0, {one}) == (4, "restarted", "grown")
+
+
 def test_what_is_remembered_is_bounded() -> None:
     history = History(most=100)
     for number in range(1000):

@@ -64,26 +64,26 @@ class CacheTruth:
         extend_keys(keys, root_key(self.model, prompt.rooted), prompt.tokens, BLOCK)
         return keys
 
-    def causes(self, prompt: Prompt, result: Result, before: Moment, flying: Sequence[bytes] = ()) -> list[set[str]]:
-        """For each token that was computed, what may be said of it. `flying`: blocks that a worker was computing when it was sent."""
+    def causes(self, prompt: Prompt, result: Result, before: Moment, twin: Result | None = None) -> list[set[str]]:
+        """For each token that was computed, what may be said of it. `twin`: of the same prompt, which was under way when it was sent."""
         report, full = result.usage.cache, (len(prompt.tokens) - 1) // BLOCK
         assert report is not None
         keys, delivered = self.keys(prompt), result.usage.cached_tokens
-        chosen = result.workers["prefill"] or result.workers["decode"]
+        chosen, computing = _worker(result), _worker(twin) if twin else ""
         depths = {name: _depth(keys, held) for name, held in before.held.items()}
         told: list[set[str]] = []
-        known = next((at for at, key in enumerate(keys[:full]) if key not in self.had and key not in flying), full)
+        known = next((at for at, key in enumerate(keys[:full]) if key not in self.had), full)
         for at in range(delivered, len(prompt.tokens)):
             block = at // BLOCK
             holders = {name for name, depth in depths.items() if depth > block and name != chosen}
             if block >= full:
                 told.append({"partial"})
-            elif keys[block] in flying and at < report.promised_tokens:
+            elif twin is not None and at < report.promised_tokens:
                 told.append({"computing"})
+            elif twin is not None and at < report.reachable_tokens and report.holder == computing:
+                told.append({"busy"})
             elif holders:
                 told.append({"busy" if before.pools[report.holder] == "prefill" else "dearer"} if report.holder in holders else set())
-            elif keys[block] in flying and at < report.reachable_tokens:
-                told.append({"busy"})
             elif block >= known:
                 told.append({self._unknown(prompt, keys, known)})
             else:
@@ -96,7 +96,7 @@ class CacheTruth:
     def note(self, prompt: Prompt, result: Result, before: Moment, too: bool = False) -> None:
         """`too`: at once with the one that was noted last, which is the same."""
         keys = self.keys(prompt)
-        chosen = before.processes[result.workers["prefill"] or result.workers["decode"]]
+        chosen = before.processes[_worker(result)]
         for key in keys:
             self.had[key] = {chosen, *(self.had.get(key, ()) if too else ())}
         self.grown.update(keys[:-1])
@@ -115,6 +115,11 @@ def named(result: Result) -> list[str]:
     """The cause of each token that was computed, as the router tells it."""
     assert result.usage.cache is not None
     return [cause for cause, tokens in result.usage.cache.uncached for _ in range(tokens)]
+
+
+def _worker(result: Result) -> str:
+    """The one that computed the prompt."""
+    return str(result.workers["prefill"] or result.workers["decode"])
 
 
 def _depth(keys: Sequence[bytes], held: frozenset[bytes]) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_truth import BLOCK, CacheTruth, Prompt, named
+from cache_truth import BLOCK, CacheTruth, Moment, Prompt, named
 from live_cluster import Cluster, cluster, toy
 from redis_servers import until
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.system
 KEYS = {"shop": "shop-key", "bank": "bank-key"}
 POOL_BLOCKS = 512  # of a worker: 1 MiB
 AT_LEAST = 0.95
-LOAD, AGAIN = 120, 10
+LOAD, AGAIN = 100, 10
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +73,16 @@ class Asker:
         results = await asyncio.gather(self.send(prompt), self.send(prompt))
         first, second = sorted(results, key=lambda one: one.usage.cache.reachable_tokens if one.usage.cache else 0)
         self.judge(prompt, first, before)
-        self.judge(prompt, second, before, self.truth.keys(prompt))
+        self.judge(prompt, second, before, twin=first)
 
-    def judge(self, prompt: Prompt, result: Result, before: Any, flying: list[bytes] | None = None) -> None:
-        told, true = named(result), self.truth.causes(prompt, result, before, flying or [])
+    def judge(self, prompt: Prompt, result: Result, before: Moment, twin: Result | None = None) -> None:
+        told, true = named(result), self.truth.causes(prompt, result, before, twin)
         add_up(prompt, result)
         wrong = Counter((cause, "/".join(sorted(may))) for cause, may in zip(told, true, strict=True) if cause not in may)
         self.right.update(cause for cause, may in zip(told, true, strict=True) if cause in may)
         self.wrong += wrong
         self.asked, self.whole = self.asked + 1, self.whole + (not wrong)
-        self.truth.note(prompt, result, before, too=flying is not None)
+        self.truth.note(prompt, result, before, too=twin is not None)
 
     async def fill(self) -> None:
         """So many other prompts that neither prefill worker keeps what it held."""
@@ -246,9 +246,7 @@ async def test_of_a_mixed_load_nearly_all_is_named_right(live: Cluster) -> None:
     print(f"named right: {right / total:.2%} of {total} tokens, all of {asker.whole / asker.asked:.2%} of {asker.asked} requests")
     print(f"by cause: {dict(asker.right)}; wrongly (told, true): {dict(asker.wrong)}")
     assert min(right / total, asker.whole / asker.asked) >= AT_LEAST, asker.wrong
-    assert {"new", "evicted", "restarted", "changed", "grown", "salt", "busy", "dearer", "partial"} <= set(asker.right), (
-        "all of it happened"
-    )
+    assert {"new", "changed", "grown", "salt", "partial"} <= set(asker.right) and asker.right["evicted"] + asker.right["restarted"] > 0
     assert max(asker.right.values()) < 0.5 * total, "negative control: no answer is always right"
 
 
