@@ -9,10 +9,13 @@ import pytest_asyncio
 from engine_bench import BLOCK, CHUNK, MAX_LEN, MAX_QUEUE, Bench, Capability
 from engine_contract import *  # noqa: F403
 
+from baton.engine.core.block_key import HOST
 from baton.engine.core.contract import EngineStopped
 from baton.engine.core.limits import Limits
 from baton.profile.models import Work
+from baton.simulate.cores import OwnCores
 from baton.simulate.engine import ModelledEngine, ModelledRunner, StepPace
+from baton.simulate.tiers import ModelledTiers, TierPace, TierSizes
 
 LACKS: dict[Capability, str] = {
     "grammars": "nothing is drawn: a modelled token is its position",
@@ -23,17 +26,20 @@ LACKS: dict[Capability, str] = {
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.virtual_time]
 
 
-def started(pace: Callable[[Work], float]) -> Bench:
+def started(pace: Callable[[Work], float], blocks: int = 0) -> Bench:
+    """`blocks`: that a tier of it has room for."""
     made = Bench(separates_output=True, lacks=LACKS)
     engine = ModelledEngine(ModelledRunner(pace, 256, BLOCK, MAX_LEN), Limits(4, CHUNK, max_queue=MAX_QUEUE), made.listener)
+    if blocks:
+        engine.attach(ModelledTiers(TierSizes(((HOST, blocks),), 1000), {HOST: TierPace(0.001, 1e-6, 1e-6)}, OwnCores()))
     engine.start()
     made.engine = engine
     return made
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def bench() -> AsyncIterator[Bench]:
-    made = started(StepPace())
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[0, 500], ids=["", "tier"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    made = started(StepPace(), request.param)
     yield made
     await made.close()
 
