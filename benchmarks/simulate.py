@@ -1,12 +1,12 @@
-"""The simulator against real clusters: profiles fitted first, then 24 configurations that were not fitted, measured and predicted.
+"""The simulator against real clusters: profiles fitted first, then 28 configurations that were not fitted, measured and predicted.
 
     python benchmarks/simulate.py [--quick] [--models tale,30m] [--seconds 30] [--json FILE] [--profiles FOLDER]
 
 Two models: `tale`, and an untrained one of 30 M parameters. Each gets a profile of its own (`baton.predict.measure`). The cases differ in
-mix, rate, split, chunk, bypass, prefix share and memory for KV; each is a real cluster (router, workers, Redis and the load generator on
-this machine's cores, engine.threads 1), under the load test, and the same requests at the same moments in the simulator. Rates are shares
-of what one core-second after another would serve, by the profile, and objectives are multiples of an idle cluster's times, so that they
-mean the same on any machine. Cases of one letter differ in one thing: of two, the simulator also says which is better.
+mix, rate, split, chunk, bypass, prefix share, memory for KV and a tier under it; each is a real cluster (router, workers, Redis and the
+load generator on this machine's cores, engine.threads 1), under the load test, and the same requests at the same moments in the simulator.
+Rates are shares of what one core-second after another would serve, by the profile, and objectives are multiples of an idle cluster's times,
+so that they mean the same on any machine. Cases of one letter differ in one thing: of two, the simulator also says which is better.
 
 Aims: the median of the relative errors of goodput, TTFT P50, TPOT P50 and hit rate is at most 5 %, their P90 10 %, that of TTFT P99 15 %;
 the 90 % intervals cover 85 to 95 %. Nothing else may run on the machine; all takes half an hour. `--quick`: few cases, a coarse profile.
@@ -65,6 +65,9 @@ SHORT: Mapping[str, Any] = {"input": "64-300", "output": "24"}
 LONG: Mapping[str, Any] = {"input": "500-1000", "output": "12"}
 TALK: Mapping[str, Any] = {"input": "32-128", "output": "64"}
 SHARED: Mapping[str, Any] = {"input": "300-500", "output": "16", "hit_rate": 0.5, "prefix_tokens": 256, "prefix_branching": 6}
+# Prefixes that do not fit the small pool, of which it caches little more than half of what a large one does.
+SPREAD: Mapping[str, Any] = {**SHARED, "prefix_branching": 10}
+TIER: Mapping[str, str] = {"tiers.memory_mib": "512"}
 CASES = (
     Case("a colocated", (0, 2), 0.25, SHORT),
     Case("a split", (1, 1), 0.25, SHORT, {"router.bypass_tokens": "0"}),
@@ -78,6 +81,8 @@ CASES = (
     Case("e shared, small pool", (1, 1), 0.3, SHARED, {"router.bypass_tokens": "0"}, small=True),
     Case("f talk, 1:1", (1, 1), 0.3, TALK, {"router.bypass_tokens": "0"}),
     Case("f talk, 1:2", (1, 2), 0.3, TALK, {"router.bypass_tokens": "0"}),
+    Case("h shared, small pool, no tier", (1, 1), 0.3, SPREAD, {"router.bypass_tokens": "0"}, small=True),
+    Case("h shared, small pool, tier", (1, 1), 0.3, SPREAD, {"router.bypass_tokens": "0", **TIER}, small=True),
 )
 
 
@@ -188,7 +193,7 @@ async def profile_for(name: str, model: Path, amount: Amount, folder: Path | Non
     file = folder / f"{name}.yaml" if folder else None
     if file is not None and file.is_file():
         return Profile.load_file(file)
-    same = {"model.path": str(model), "engine.threads": "1", "telemetry.log_level": "warning"}
+    same = {"model.path": str(model), "engine.threads": "1", "telemetry.log_level": "warning", **TIER}
     found = await measure(same, amount, CHUNK, lambda line: print(f"  {name}, {line}", flush=True))
     profile = profile_of(found, name, {"threads": 1}, amount, CHUNK)
     if file is not None:

@@ -54,8 +54,12 @@ class Profiling:
     to: Annotated[Path, typer.Option(help="File for the profile.")] = Path("profile.yaml")
     quick: Annotated[bool, typer.Option("--quick", help="Measure less, in a third of the time: wider intervals.")] = False
     arrangements: Annotated[
-        str, typer.Option(help="What to measure: colocated needs one worker, split (handoffs) and pair (shared cores) need two.")
-    ] = "colocated,split,pair"
+        str,
+        typer.Option(
+            help="What to measure: colocated needs one worker, split (handoffs) and pair (shared cores) need two. tiers needs one, and is"
+            " left out where none are configured."
+        ),
+    ] = "colocated,split,pair,tiers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

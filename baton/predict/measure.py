@@ -4,6 +4,7 @@
                 contexts; prompts among decodes. Each time is a sum of steps, so all go into one fit.
     split       one prefill and one decode worker: handoffs, by the bytes of their KV
     pair        two workers that do both, alone and at once: how two busy cores slow each other, by what each of them does
+    tiers       one worker that does both over each tier that is configured (`baton.predict.measure_tiers`); the others have none
 
 Each needs as many cores or GPUs as it has workers, and may be left out: the profile then has no model of what it would have told, and says
 so. Processor time of router, workers and this process is what the system has counted, less what they use at rest. The machine must do
@@ -27,6 +28,7 @@ from typing import TypeVar
 import grpc
 
 from baton.client import AsyncClient, Result
+from baton.predict.measure_tiers import HeardTier, kv_token_bytes, measure_tiers, tier_models, without_tiers
 from baton.profile.file import Profile
 from baton.profile.fit import fit
 from baton.profile.models import NUMBERS, Fitted, Work, step_seconds, works_of_prompt
@@ -34,7 +36,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from loadtest.campaign import this_machine
 from loadtest.cluster import RunningCluster
 
-ARRANGEMENTS = ("colocated", "split", "pair")
+ARRANGEMENTS = ("colocated", "split", "pair", "tiers")
 Rows = list[tuple[Mapping[str, float], float]]
 STEP = ("path", "step", "tokens", "pairs", "decodes", "context", "mixed")
 FIRST_ID, VOCAB = 10, 256
@@ -105,6 +107,7 @@ class Processes:
     router: int
     workers: list[int]
     facts: dict[str, int]
+    admin: str = ""
 
     @classmethod
     def of(cls, admin: str) -> "Processes":
@@ -112,7 +115,7 @@ class Processes:
             told = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
         records = [worker.record for worker in told.workers]
         names = ("block_size", "max_model_len", "kv_blocks", "max_num_seqs")
-        return cls(told.router.pid, [record.pid for record in records], {name: int(getattr(records[0], name)) for name in names})
+        return cls(told.router.pid, [record.pid for record in records], {name: int(getattr(records[0], name)) for name in names}, admin)
 
     def used(self) -> dict[str, float]:
         """Processor seconds so far. A worker's engine is the thread that has used the most, and does not count."""
@@ -154,6 +157,7 @@ class Measurements:
     paces: list[tuple[float, float]] = field(default_factory=list)  # seconds of a token: alone, and while the other worker decodes, too
     unlike: list[Unlike] = field(default_factory=list)
     facts: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, HeardTier] = field(default_factory=dict)  # by medium
 
 
 async def measure(
@@ -176,8 +180,10 @@ async def measure(
             continue
         note(f"{name}: {prefill} prefill and {decode} decode workers")
         sizes = {"prefill.replicas": str(prefill), "decode.replicas": str(decode), "router.bypass_tokens": "0"}
-        async with _running({**settings, **sizes}, found) as (asker, processes):
+        async with _running({**without_tiers(settings), **sizes}, found) as (asker, processes):
             await work(asker, processes)
+    if "tiers" in only:
+        found.tiers = await measure_tiers(settings, found, amount.repeats, note, lambda chosen: _running(chosen, Measurements()))
     return found
 
 
@@ -392,10 +398,11 @@ def profile_of(found: Measurements, model: str, engine: Mapping[str, object], am
         **costs,
         "path": Fitted(path[0], tuple(path[1:]), 0.0, whole.rows, "to the first token, less steps and what is computed beside"),
     }
-    kv, workers = 0.0, 1.0
+    models |= tier_models(found.tiers)
+    workers = 1.0
     if found.handoffs:
         models["handoff"] = fit(_beside_steps(found.handoffs, step), NUMBERS["handoff"], "from the first token to the second, less a step")
-        kv, workers = median(nbytes / context for context, nbytes, _ in found.handoffs), 2.0
+        workers = 2.0
     if found.starts:
         models["start"] = Fitted({"base": median(found.starts)}, (), 0.1, len(found.starts), "from `baton up` to the first answer")
     if found.prompts:
@@ -409,7 +416,8 @@ def profile_of(found: Measurements, model: str, engine: Mapping[str, object], am
     }
     cores = f"{machine['processor']}, {machine['cores']} cores"
     about = {"commit": _commit(), "when": str(machine["when"]), "load": machine["load_before"]}
-    return Profile("measured", cores, model, {**engine, **found.facts, "max_num_batched_tokens": chunk}, kv, "sum", models, region, **about)
+    kv, made_by = kv_token_bytes(found), {**engine, **found.facts, "max_num_batched_tokens": chunk}
+    return Profile("measured", cores, model, made_by, kv, "sum", models, region, **about)
 
 
 def _sharing(found: Measurements, path: float, token: float) -> Fitted:

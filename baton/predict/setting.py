@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from baton.cluster.config import Config
 from baton.cluster.config_router import RouterConfig, SloConfig
+from baton.predict.tiered import with_tiers
 from baton.profile.file import Profile
 from baton.simulate.cluster import Sizes
 
@@ -31,7 +32,8 @@ class ClusterSetting:
 
 
 def setting_of(config: Config, profile: Profile, cores: int | None = None) -> ClusterSetting:
-    """Options that are left open are those of the engine that was profiled."""
+    """Options that are left open are those of the engine that was profiled. Raises ValueError, which names the key, for a tier that has no
+    room for a block."""
 
     def option(name: str) -> int:
         given = getattr(config.engine, name, None)
@@ -47,16 +49,15 @@ def setting_of(config: Config, profile: Profile, cores: int | None = None) -> Cl
         min(length, kv_blocks * block), config.engine.max_queue, batching=config.engine.batching,
         batch_wait_s=config.engine.batch_wait_s,
     )  # fmt: skip
-    return ClusterSetting(sizes, config.router, config.slo, config.router.replicas, cores, tuple(_unknown(config, profile)))
+    sizes, unsure = with_tiers(sizes, config, profile)
+    return ClusterSetting(sizes, config.router, config.slo, config.router.replicas, cores, (*unsure, *_unknown(config, profile)))
 
 
 def _unknown(config: Config, profile: Profile) -> list[str]:
-    engine, tiers = config.engine, config.tiers
+    engine = config.engine
     found = []
     if engine.speculation != "none":
         found.append(f"engine.speculation {engine.speculation}: no guesses are simulated")
-    if tiers.memory_mib or tiers.disk or tiers.object:
-        found.append("tiers: what leaves the pool is computed again")
     for name in ("threads", "weight_dtype", "kv_dtype", "kind"):
         given, measured = getattr(engine, name), profile.engine.get(name)
         if measured is not None and given is not None and given != measured and given != "auto":

@@ -10,6 +10,8 @@
     sharing   how fast one of two busy cores goes, where 1 is as if alone (`baton.simulate.cores.Speeds`): pair, while both compute prompts;
               decode, while both decode; prompt_beside, with a prompt while the other decodes; decode_beside, with a decode meanwhile. One
               that is 0 is as pair
+    tier_…    memory, or disk, for KV that has left a worker's pool (`baton.simulate.tiers.TierPace`): a load takes base + byte * bytes;
+              write: processor time of writing a byte
 
 A step is a sum of what it computes, because a core computes one thing after the other: a constant (what a step costs by itself: weights
 that are read once, a call for each layer), the tokens of prompts (matrices), the pairs of a token with an earlier one (attention), the
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Form = Literal["sum", "roof"]
-PAIR = ("request", "token")
+PAIR, TIER = ("request", "token"), ("base", "byte", "write")
 # The numbers of each model. Those of a step's `Work` have its names; `read` is time of memory, where the form is a roof.
 NUMBERS: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "read", "tokens", "pairs", "decodes", "context", "mixed"),
@@ -33,7 +35,10 @@ NUMBERS: Mapping[str, tuple[str, ...]] = {
     "path": ("request",),
     "start": ("base",),
     "sharing": ("pair", "decode", "prompt_beside", "decode_beside"),
+    "tier_memory": TIER,
+    "tier_disk": TIER,
 }
+OF_TIERS = ("tier_memory", "tier_disk")  # measured only where there are such tiers
 
 
 class Work(NamedTuple):

@@ -20,6 +20,7 @@ from baton.engine.core.kvcache import Carrier, KvPool, Pool
 from baton.profile.file import Profile
 from baton.simulate.cores import Computes
 from baton.simulate.virtual_time import until
+from baton.tiers.disk_folder import padded
 from baton.tiers.slots import Pins, Slots
 from baton.tiers.store import Store, Unit, Wanted
 from baton.tiers.tier import DISK_READERS, Bounds, LoadPiece, Save, Tier, TierState
@@ -31,6 +32,11 @@ READERS: Mapping[str, int] = {HOST: 1, DISK: DISK_READERS}
 LOOK_EVERY_S = 10.0  # at whether a tier pays: a real one looks each second, of the ten minutes that count
 NO_BYTES = memoryview(b"")
 Moved = Callable[[bool, list[bytes]], None]
+
+
+def room(medium: str, size: int, block_bytes: int) -> int:
+    """How many blocks have room in `size` bytes."""
+    return size // (padded(block_bytes) if medium == DISK else block_bytes)
 
 
 @dataclass(frozen=True, slots=True)
