@@ -1,13 +1,13 @@
-"""The simulator against real clusters: profiles fitted first, then 28 configurations that were not fitted, measured and predicted.
+"""The simulator against real clusters: profiles fitted first, then 32 configurations that were not fitted, measured and predicted.
 
     python benchmarks/simulate.py --profiles FOLDER --json FILE [--quick] [--models tale,30m] [--seconds 15]
     python benchmarks/simulate.py --profiles FOLDER --json FILE --predict    # again, of what FILE says was measured
 
 Two models: `tale`, and an untrained one of 30 M parameters. Each gets a profile of its own (`baton.predict.measure`). The cases differ in
-mix, rate, split, chunk, bypass, prefix share, memory for KV and guesses; each is a real cluster (router, workers, Redis and the load
-generator on this machine's cores, engine.threads 1), under the load test, and the same requests at the same moments in the simulator. Rates
-are shares of what one core-second after another would serve, by the profile, and objectives are multiples of an idle split cluster's times,
-so that they mean the same on any machine. Cases of one letter differ in one thing: of two, the simulator also says which is better.
+mix, rate, split, chunk, bypass, prefix share, memory for KV, guesses and a tier; each is a real cluster (router, workers, Redis and the
+load generator on this machine's cores, engine.threads 1), under the load test, and the same requests at the same moments in the simulator.
+Rates are shares of what one core-second after another would serve, by the profile, and objectives are multiples of an idle split cluster's
+times, so that they mean the same on any machine. Cases of one letter differ in one thing: of two, the simulator also says which is better.
 
 All cases are measured once, and then all again: what is judged is the mean, and how far the two are apart is told, since no prediction can
 be nearer to both than they are to each other.
@@ -78,6 +78,9 @@ TALK: Mapping[str, Any] = {"input": "32-128", "output": "64"}
 SHARED: Mapping[str, Any] = {"input": "300-500", "output": "16", "hit_rate": 0.5, "prefix_tokens": 256, "prefix_branching": 6}
 STORY: Mapping[str, Any] = {**TALK, "output": "160"}  # the longer it is, the more of it repeats itself
 GUESSES: Mapping[str, str] = {"engine.speculation": "prompt_lookup"}
+# Prefixes that do not fit the small pool, of which it caches little more than half of what a large one does.
+SPREAD: Mapping[str, Any] = {**SHARED, "prefix_branching": 10}
+TIER: Mapping[str, str] = {"tiers.memory_mib": "512"}
 CASES = (
     Case("a colocated", (0, 2), 0.25, SHORT),
     Case("a split", (1, 1), 0.25, SHORT, {"router.bypass_tokens": "0"}),
@@ -93,6 +96,8 @@ CASES = (
     Case("f talk, 1:2", (1, 2), 0.3, TALK, {"router.bypass_tokens": "0"}),
     Case("g story, no guesses", (0, 1), 0.25, STORY),
     Case("g story, guesses", (0, 1), 0.25, STORY, GUESSES),
+    Case("h shared, small pool, no tier", (1, 1), 0.3, SPREAD, {"router.bypass_tokens": "0"}, small=True),
+    Case("h shared, small pool, tier", (1, 1), 0.3, SPREAD, {"router.bypass_tokens": "0", **TIER}, small=True),
 )
 
 
@@ -265,7 +270,7 @@ async def profile_for(name: str, model: Path, amount: Amount, folder: Path) -> P
     file = folder / f"{name}.yaml"
     if file.is_file():
         return Profile.load_file(file)
-    same = {"model.path": str(model), "engine.threads": "1", "telemetry.log_level": "warning", **GUESSES}
+    same = {"model.path": str(model), "engine.threads": "1", "telemetry.log_level": "warning", **GUESSES, **TIER}
     found = await measure(same, amount, CHUNK, lambda line: print(f"  {name}, {line}", flush=True))
     engine = {"threads": 1, "speculation": GUESSES["engine.speculation"]}
     profile = await asyncio.to_thread(profile_of, found, name, engine, amount, CHUNK)  # it simulates, in a loop of its own

@@ -122,6 +122,7 @@ ARROWS = {
         "baton.engine.core",
         "baton.profile",
         "baton.recorder",
+        "baton.tiers",
         "baton.worker.prompts",
         "baton.worker.refusal",
         "baton.worker.taped",

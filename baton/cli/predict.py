@@ -56,10 +56,10 @@ class Profiling:
     arrangements: Annotated[
         str,
         typer.Option(
-            help="What to measure: colocated needs one worker, split (handoffs) and pair (shared cores) need two. guesses needs one, and is"
-            " left out without --engine.speculation."
+            help="What to measure: colocated needs one worker, split (handoffs) and pair (shared cores) need two. guesses and tiers need"
+            " one, and are left out where the configuration has none."
         ),
-    ] = "colocated,split,pair,guesses"
+    ] = "colocated,split,pair,guesses,tiers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from statistics import median
 from baton.predict.crowding import crowding_of
 from baton.predict.measure import LEAST_S, STEP, Amount, Measurements, Rows
 from baton.predict.measure_guesses import with_guesses
+from baton.predict.measure_tiers import kv_token_bytes, tier_models
 from baton.profile.file import Profile
 from baton.profile.fit import fit
 from baton.profile.models import NUMBERS, Fitted, Work, step_seconds
@@ -30,10 +31,11 @@ def profile_of(found: Measurements, model: str, engine: Mapping[str, object], am
         **costs,
         "path": Fitted(path[0], tuple(path[1:]), 0.0, whole.rows, "to the first token, less steps and what is computed beside"),
     }
-    kv, workers = 0.0, 1.0
+    models |= tier_models(found.tiers)
+    workers = 1.0
     if found.handoffs:
         models["handoff"] = fit(_beside_steps(found.handoffs, step), NUMBERS["handoff"], "from the first token to the second, less a step")
-        kv, workers = median(nbytes / context for context, nbytes, _ in found.handoffs), 2.0
+        workers = 2.0
     if found.starts:
         models["start"] = Fitted({"base": median(found.starts)}, (), 0.1, len(found.starts), "from `baton up` to the first answer")
     if found.prompts:
@@ -51,7 +53,7 @@ def profile_of(found: Measurements, model: str, engine: Mapping[str, object], am
     cores = f"{machine['processor']}, {machine['cores']} cores"
     about = {"commit": _commit(), "when": str(machine["when"]), "load": machine["load_before"]}
     options = {**engine, **found.facts, "max_num_batched_tokens": chunk}
-    made = Profile("measured", cores, model, options, kv, "sum", models, region, **about)
+    made = Profile("measured", cores, model, options, kv_token_bytes(found), "sum", models, region, **about)
     if found.loads and "sharing" in models:
         made = replace(made, models=models | {"crowding": crowding_of(made, found.loads, int(machine["cores"]))})
     return made

@@ -5,6 +5,7 @@
     split       one prefill and one decode worker: handoffs, by the bytes of their KV
     pair        two workers that do both, alone and at once: how two busy cores slow each other, by what each of them does
     guesses     one worker that does both and guesses, if the configuration says so (`baton.predict.measure_guesses`); the others do not
+    tiers       one worker that does both over each tier that is configured (`baton.predict.measure_tiers`); the others have none
 
 Split and pair are also put under a load (`baton.predict.crowding`): what slows steps there, single requests do not show.
 
@@ -29,11 +30,12 @@ import grpc
 from baton.client import AsyncClient, Result, Token
 from baton.predict.crowding import LOAD_OUTPUT, LOAD_PROMPT, LoadedRun, loaded
 from baton.predict.measure_guesses import GUESSES, GuessAmount, HeardGuesses, known_of, measure_guesses, without_guesses
+from baton.predict.measure_tiers import HeardTier, measure_tiers, without_tiers
 from baton.profile.models import Work, works_of_prompt
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from loadtest.cluster import RunningCluster
 
-ARRANGEMENTS = ("colocated", "split", "pair", "guesses")
+ARRANGEMENTS = ("colocated", "split", "pair", "guesses", "tiers")
 LOADED = ("split", "pair")
 Rows = list[tuple[Mapping[str, float], float]]
 STEP = ("path", "step", "tokens", "pairs", "decodes", "context", "mixed")
@@ -113,6 +115,8 @@ class Processes:
     facts: dict[str, int]
     gpus: bool = False
     log: str = ""  # of the first worker
+    admin: str = ""  # where the router is asked: its admin address, and that for requests
+    door: str = ""
 
     @classmethod
     def of(cls, admin: str) -> "Processes":
@@ -129,6 +133,7 @@ class Processes:
             {name: int(getattr(records[0], name)) for name in names},
             bool(records[0].gpus),
             log.decode(errors="replace"),
+            admin,
         )
 
     def engine(self) -> float:
@@ -184,6 +189,7 @@ class Measurements:
     loads: list[LoadedRun] = field(default_factory=list)
     facts: dict[str, int] = field(default_factory=dict)
     guesses: HeardGuesses | None = None
+    tiers: dict[str, HeardTier] = field(default_factory=dict)  # by medium
 
 
 async def measure(
@@ -208,10 +214,13 @@ async def measure(
         note(f"{name}: {prefill} prefill and {decode} decode workers")
         sizes = {"prefill.replicas": str(prefill), "decode.replicas": str(decode), "router.bypass_tokens": "0"}
         given = {**settings, "telemetry.log_level": "info"} if name == "guesses" else without_guesses(settings)
-        async with _running(keys := {**given, **sizes}, found) as (asker, processes, door):
+        async with _running(keys := {**without_tiers(given), **sizes}, found) as (asker, processes):
             await work(asker, processes)
             if name in LOADED:
-                found.loads.append(await _load(asker, keys, door, amount))
+                found.loads.append(await _load(asker, keys, processes.door, amount))
+    if "tiers" in only:
+        plain = without_guesses(settings)
+        found.tiers = await measure_tiers(plain, found, amount.repeats, note, lambda chosen: _running(chosen, Measurements()))
     return found
 
 
@@ -221,7 +230,7 @@ async def _load(asker: Asker, keys: Mapping[str, str], door: str, amount: Amount
 
 
 @asynccontextmanager
-async def _running(settings: Mapping[str, str], found: Measurements) -> AsyncIterator[tuple[Asker, Processes, str]]:
+async def _running(settings: Mapping[str, str], found: Measurements) -> AsyncIterator[tuple[Asker, Processes]]:
     began = time.perf_counter()
     async with RunningCluster(settings, "profile") as endpoints, AsyncClient(endpoints["grpc"], max_resumes=0) as client:
         asker = Asker(client)
@@ -229,8 +238,9 @@ async def _running(settings: Mapping[str, str], found: Measurements) -> AsyncIte
             await asker.ask(asker.prompt(tokens), 4)
         found.starts.append(time.perf_counter() - began)
         processes = Processes.of(endpoints["admin"])
+        processes.door = endpoints["grpc"]
         found.facts = processes.facts
-        yield asker, processes, endpoints["grpc"]
+        yield asker, processes
 
 
 async def measure_one(endpoints: Mapping[str, str], amount: Amount, chunk: int) -> Measurements:

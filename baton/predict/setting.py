@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from baton.cluster.config import Config
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.predict.guessing import with_guesses
+from baton.predict.tiered import with_tiers
 from baton.profile.file import Profile
 from baton.simulate.cluster import Sizes
 
@@ -40,7 +41,8 @@ class ClusterSetting:
 
 
 def setting_of(config: Config, profile: Profile, cores: int | None = None) -> ClusterSetting:
-    """Options that are left open are those of the engine that was profiled."""
+    """Options that are left open are those of the engine that was profiled. Raises ValueError, which names the key, for a tier that has no
+    room for a block."""
 
     def option(name: str) -> int:
         given = getattr(config.engine, name, None)
@@ -56,15 +58,15 @@ def setting_of(config: Config, profile: Profile, cores: int | None = None) -> Cl
         min(length, kv_blocks * block), config.engine.max_queue, batching=config.engine.batching,
         batch_wait_s=config.engine.batch_wait_s,
     )  # fmt: skip
-    sizes, unsure = with_guesses(sizes, config, profile, option("speculation_batch_tokens"))
+    sizes, guesses = with_guesses(sizes, config, profile, option("speculation_batch_tokens"))
+    sizes, tiers = with_tiers(sizes, config, profile)
+    unsure = (*guesses, *tiers)
     return ClusterSetting(sizes, config.router, config.slo, config.router.replicas, cores, (*unsure, *_unknown(config, profile)))
 
 
 def _unknown(config: Config, profile: Profile) -> list[str]:
-    engine, tiers = config.engine, config.tiers
+    engine = config.engine
     found = []
-    if tiers.memory_mib or tiers.disk or tiers.object:
-        found.append("tiers: what leaves the pool is computed again")
     for name in ("threads", "weight_dtype", "kv_dtype", "kind"):
         given, measured = getattr(engine, name), profile.engine.get(name)
         if measured is not None and given is not None and given != measured and given != "auto":

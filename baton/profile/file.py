@@ -31,7 +31,7 @@ from typing import Any, Self
 
 import yaml
 
-from baton.profile.models import CHANCES, NUMBERS, OF_GUESSES, Fitted, Form
+from baton.profile.models import CHANCES, NUMBERS, OF_GUESSES, OF_TIERS, Fitted, Form
 
 VERSION = 1
 DIGITS = 6  # significant
@@ -78,7 +78,7 @@ class Profile:
     @property
     def unmeasured(self) -> tuple[str, ...]:
         """Names of the models that it does not have: what they would tell takes no time."""
-        return tuple(name for name in NUMBERS if name not in self.models and name not in OF_GUESSES)
+        return tuple(name for name in NUMBERS if name not in (*self.models, *OF_GUESSES, *OF_TIERS))
 
     def plain(self) -> dict[str, Any]:
         """What a file of it contains, as `read` takes it."""

@@ -18,6 +18,8 @@
               that is 0 is as pair
     crowding  how fast a step goes on one of two busy cores while the other does anything but a step: prompt, decode. The threads of a
               cluster wake each other for each message, often on the core where a step is computed, though the other is free
+    tier_…    memory, or disk, for KV that has left a worker's pool (`baton.simulate.tiers.TierPace`): a load takes base + byte * bytes;
+              write: processor time of writing a byte
 
 A step is a sum of what it computes, because a core computes one thing after the other: a constant (what a step costs by itself: weights
 that are read once, a call for each layer), the tokens of prompts (matrices), the pairs of a token with an earlier one (attention), the
@@ -30,7 +32,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Form = Literal["sum", "roof"]
-PAIR = ("request", "token")
+PAIR, TIER = ("request", "token"), ("base", "byte", "write")
 KNOWN_ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 # The numbers of each model. Those of a step's `Work` have its names; `read` is time of memory, where the form is a roof.
 NUMBERS: Mapping[str, tuple[str, ...]] = {
@@ -43,6 +45,8 @@ NUMBERS: Mapping[str, tuple[str, ...]] = {
     "start": ("base",),
     "sharing": ("pair", "decode", "prompt_beside", "decode_beside"),
     "crowding": ("prompt", "decode"),
+    "tier_memory": TIER,
+    "tier_disk": TIER,
     "guesses": ("answers", "half", "first", "further"),
     "known": (
         *(f"rows_{rows}" for rows in KNOWN_ROWS), "sequence", "token", "guess", "guess_token",
@@ -51,6 +55,7 @@ NUMBERS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 OF_GUESSES = ("guesses", "known")  # nothing that takes time follows from them
 CHANCES = ("answers", "first", "further")
+OF_TIERS = ("tier_memory", "tier_disk")  # measured only where there are such tiers
 
 
 class Work(NamedTuple):

@@ -21,6 +21,7 @@ from baton.simulate.cores import Computes
 from baton.simulate.feed import FedIndex
 from baton.simulate.memory_registry import MemoryRegistry
 from baton.simulate.onlooker import Onlooker
+from baton.simulate.tiers import TierSizes
 from baton.simulate.workers import Fleet, ModelledWorkers, Times
 from router.admission import Admission
 from router.degradation import Degradation, Rules
@@ -53,6 +54,7 @@ class Sizes:
     speculation: str = NONE  # the method
     speculation_tokens: int = 8
     speculation_batch_tokens: int = 1 << 20
+    tiers: TierSizes | None = None  # of each worker
 
     @property
     def limits(self) -> Limits:
@@ -71,6 +73,7 @@ def worker(name: str, pool: RoleName, sizes: Sizes) -> WorkerRecord:
         name, pool, f"{name}:1", 1, "ready", 1, "host", "model", "model", TOKENIZER, size, sizes.max_model_len, blocks, "model",
         load, roles=(pool,), max_num_seqs=sizes.max_num_seqs,
         speculation=() if sizes.speculation == NONE else (sizes.speculation,), speculation_tokens=sizes.speculation_tokens,
+        brings=sizes.tiers is not None and bool(sizes.tiers.media),
     )  # fmt: skip
 
 
@@ -156,7 +159,7 @@ class SimulatedCluster:
         self.registry = MemoryRegistry(now=loop_time)
         if large:
             times = replace(times, router=(times.router[0], 0.0), worker=(times.worker[0], 0.0))
-        self.fleet = Fleet(self.records, times, self.registry, sizes.limits, cores, large, jumps)
+        self.fleet = Fleet(self.records, times, self.registry, sizes.limits, cores, large, jumps, sizes.tiers)
         self.large = large
         seen = [ModelledWorkers(self.fleet, f"router-{number}") for number in range(routers)]
         self.routers = [SimulatedRouter(self.records, workers, self.registry, config, slo or SloConfig()) for workers in seen]
@@ -187,6 +190,7 @@ class SimulatedCluster:
         """Every worker writes its record into the registry, as it does every `redis.heartbeat_s`."""
         for record in list(self.records):
             worker = self.fleet.workers[record.name]
+            worker.tell_tiers()
             load = worker.load_now() if self.large else await worker.load()
             await self.registry.join(replace(worker.record, load=load))
 

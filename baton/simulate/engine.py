@@ -250,7 +250,7 @@ class ModelledEngine(Commands):
                 self.touches += 1
                 self._execute()
             if engine.idle:
-                await self._sleep()
+                await self._rest()
                 continue
             now = self._busy_since = self._loop.time()
             if self._jumps and (ends := self._plain(now)):
@@ -295,8 +295,20 @@ class ModelledEngine(Commands):
         elif runner.step_s > 0:
             await self._end(began + runner.step_s)
         if chunks:
-            self._listener.on_batch(self._loop.time() - began, tokens, chunks)
+            done = self._loop.time() - began, tokens, chunks
+            self._listener.on_batch(*done)
+            if self._engine.colder is not None:
+                self._engine.colder.paced(*done)
         return outputs
+
+    async def _rest(self) -> None:
+        """Nothing runs or waits to run. What tiers load may come, or take too long."""
+        if (colder := self._engine.colder) is None:
+            await self._sleep()
+            return
+        colder.turn(self._loop.time())
+        if self._engine.idle:
+            await self._sleep(colder.until(self._loop.time()))
 
     async def _end(self, when: float) -> None:
         """Waits for the end of a step. `_ring` may set another."""
@@ -313,6 +325,8 @@ class ModelledEngine(Commands):
 
     async def _sleep(self, seconds: float | None = None) -> None:
         """Sleeps until somebody asks for something."""
+        if self._commands:  # they came while the engine was busy
+            return
         self._sleeping = self._loop.create_future()
         timer = None if seconds is None else self._loop.call_later(seconds, self._wake_up)
         try:

@@ -70,6 +70,11 @@ class FedIndex(PrefixIndex):
         self._feed.tell()
         return super().overlap(keys, now, medium)
 
+    @property
+    def tiered(self) -> bool:
+        self._feed.tell()
+        return super().tiered
+
     def predict(self, worker: str, keys: Iterable[bytes], expires_at: float) -> None:
         self._feed.tell()
         super().predict(worker, keys, expires_at)

@@ -8,6 +8,7 @@ which the steps would have added them. Nothing in them needs to be decided:
                       its block
     the blocks        a sequence takes one when its last is full, and seals that; `Jump.reach` does both in the order of the steps
     the tokens        a modelled token is its position, so it is known before its step; `Jump.settle` appends them
+    the tiers         `_still_steps` counts until when they have nothing to save, load or note
     a command         comes between two steps: it waits for the end of the step under way, with which the jump ends (`Jump.under_way`)
     who looks         at loads, tokens or caches during a jump sees what the steps that have begun by then have done (`reach`, `settle`)
 
@@ -18,7 +19,9 @@ moment of an event has ended, and the next has begun.
 import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 
+from baton.engine.core.colder import Colder
 from baton.engine.core.engine import Engine
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import NONE, NOTHING_OFFERED
@@ -46,8 +49,10 @@ def plain_steps(engine: Engine, most: int) -> int:
     if scheduler.waiting and scheduler.may_begin(scheduler.waiting[0]):
         return 0
     steps = min(most, min(seq.remaining for seq in running) - 1)
-    while steps >= LEAST and sum(max(0, -(-(seq.computed + steps - seq.room(block)) // block)) for seq in running) > engine.pool.available:
+    while steps >= LEAST and _taken(running, steps, block) > engine.pool.available:
         steps //= 2
+    if engine.colder is not None:
+        steps = _still_steps(engine, engine.colder, steps)
     return steps if steps >= LEAST else 0
 
 
@@ -57,6 +62,24 @@ def may_guess(engine: Engine) -> bool:
     if offer is NOTHING_OFFERED or len(running) >= engine.scheduler.limits.speculation_batch_tokens:
         return False
     return any(offer.method_for(seq.params.speculation) != NONE for seq in running)
+
+
+def _still_steps(engine: Engine, colder: Colder, most: int) -> int:
+    """In how many of these steps tiers have nothing to do. They see at the next step what one takes from the pool, seals or evicts."""
+    if not colder.still:
+        return 0
+    running, block, pool = engine.scheduler.running, engine.block_size, engine.pool
+    first = min(most, *(seq.room(block) - seq.computed + 1 for seq in running))  # that takes a block
+    if colder.saves:
+        return min(first, *(block - seq.computed % block for seq in running))
+    while most > first and _taken(running, most, block) > pool.available - pool.num_cached:
+        most //= 2
+    return max(most, first)
+
+
+def _taken(running: Seq[Sequence], steps: int, block: int) -> int:
+    """Blocks that so many steps take."""
+    return sum([max(0, -(-(seq.computed + steps - seq.room(block)) // block)) for seq in running])
 
 
 def _plain(seq: Sequence, block: int) -> bool:

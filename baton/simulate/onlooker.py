@@ -9,6 +9,7 @@ work itself shows.
 
 import asyncio
 from dataclasses import replace
+from itertools import count
 
 from baton.clock import loop_time
 from baton.cluster.records import Load, WorkerRecord
@@ -16,6 +17,7 @@ from baton.simulate.workers import Fleet
 from router.view import ClusterView
 
 LOOK_EVERY_S = 0.5  # as often as `router.probes` asks each worker, with the usual router.hang_s
+TIERS_EVERY = 10  # looks: what loading costs changes little, and to tell it is a look at all workers
 
 
 class Onlooker:
@@ -29,9 +31,12 @@ class Onlooker:
     async def run(self) -> None:
         self._update()
         members, fleet = self._view.members, self._fleet
-        while True:
+        for look in count():
             epoch = members.next_epoch()  # as in `router.probes`: an answer reports work that began a round earlier
             await asyncio.sleep(LOOK_EVERY_S)
+            if look % TIERS_EVERY == 0:
+                for worker in fleet.workers.values():
+                    worker.tell_tiers()
             if [worker.record for worker in fleet.workers.values()] != self._seen:
                 self._update()
             if members.shape != self._shape:  # who is put aside comes back by an answer

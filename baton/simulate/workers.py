@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
@@ -15,6 +15,7 @@ from baton.cluster.handoff import Handoff
 from baton.cluster.records import BlockEvent, Load, WorkerRecord
 from baton.cluster.registry import Registry
 from baton.engine.core.block_key import root_key
+from baton.engine.core.colder import BRING_WAIT_S
 from baton.engine.core.contract import CacheEvent, EngineLoad, Listener
 from baton.engine.core.engine import Output, SequenceRefused
 from baton.engine.core.limits import Limits
@@ -26,7 +27,9 @@ from baton.simulate.engine import ModelledEngine, ModelledRunner, ProfiledPace, 
 from baton.simulate.feed import Feed
 from baton.simulate.flight import Flight
 from baton.simulate.guesses import GuessChances, drafter_of
+from baton.simulate.tiers import ModelledTiers, TierPace, TierSizes
 from baton.simulate.virtual_time import MESSAGES, until
+from baton.tiers.choice import Measured
 from baton.worker.prompts import PacedNews, Prompts
 from baton.worker.refusal import failure, refusal
 from router.request import Request, Token
@@ -50,6 +53,7 @@ class Times:
     decode_pace: Callable[[Work], float] | None = None  # of decode workers, where these are unlike
     guesses: GuessChances | None = None
     known: Mapping[str, float] | None = None  # by an engine that guesses, of its steps; None: what they take
+    tiers: Mapping[str, TierPace] = field(default_factory=dict)  # by medium
 
     @classmethod
     def of(cls, profile: Profile, travel_s: float = 0.0, decode: Profile | None = None) -> "Times":
@@ -61,6 +65,7 @@ class Times:
             None if decode is None else ProfiledPace(decode),
             GuessChances(**profile.values("guesses")) if "guesses" in profile.models else None,
             profile.values("known") if "known" in profile.models else None,
+            TierPace.of(profile),
         )  # fmt: skip
 
 
@@ -81,6 +86,10 @@ class ModelledWorker:
         if record.speculation and times.guesses is not None:
             drafter = drafter_of(record.speculation[0], record.speculation_tokens, times.guesses, pace, times.known)
         self.engine = ModelledEngine(runner, fleet.limits, listener, told, fleet.cores, number, drafter)
+        self.tiers = ModelledTiers(fleet.tiers, times.tiers, fleet.cores) if fleet.tiers is not None else None
+        if self.tiers is not None:
+            self.engine.attach(self.tiers)
+        self._read = Measured()  # handoffs, as a decode worker's
         if fleet.feed is not None:
             self.engine.changes = partial(fleet.feed.expect, self.engine)
         self.engine.start()
@@ -108,6 +117,22 @@ class ModelledWorker:
         if self._publishing is not None:
             self._publishing.cancel()
         await self.engine.close()
+        if self.tiers is not None:
+            self.tiers.close()
+
+    def tell_tiers(self) -> None:
+        """Lets its record say what loading costs by now."""
+        if self.tiers is not None and (told := self.tiers.records()) != self.record.tiers:
+            self.record = replace(self.record, tiers=told)
+
+    async def bring(self, seq: Sequence) -> None:
+        """Loads what its own tiers hold of KV that is to be handed over, as far as that is sooner (`baton.worker.kv_port`)."""
+        if (rate := self._read.at(loop_time())) is not None and self.tiers is not None:
+            await self.engine.bring(seq.keys[: (len(seq.tokens) - 1) // self.record.block_size], BRING_WAIT_S, rate.seconds(1))
+
+    def note_handoff(self, blocks: int, seconds: float) -> None:
+        if blocks and seconds:
+            self._read.note(blocks, 0.0, seconds, loop_time())
 
     def _on_step(self, outputs: list[Output]) -> None:
         ended = (loop_time(),)
@@ -150,12 +175,14 @@ class Fleet:
         cores: Computes | None = None,
         large: bool = False,
         jumps: bool = True,
+        tiers: TierSizes | None = None,
     ) -> None:
-        """`cores`: shared by all; None: each process has its own. `large`, `jumps`: see `SimulatedCluster`."""
+        """`cores`: shared by all; None: each process has its own. `large`, `jumps`: see `SimulatedCluster`. `tiers`: of each worker."""
         self.times, self.registry, self.limits = times, registry, limits
         self.cores = cores or OwnCores()
         self.feed = Feed(times.travel_s) if large else None
         self.jumps = jumps and large
+        self.tiers = tiers if tiers is not None and tiers.media else None
         self.workers: dict[str, ModelledWorker] = {}
         self._places = count()
         for record in records:
@@ -305,6 +332,7 @@ class ModelledWorkers:
         if not handle:
             await here.engine.add(seq, forks)
             return
+        await here.bring(seq)
         while not await here.engine.reserve(seq):
             await asyncio.sleep(ROOM_POLL_S)
         moved = len(seq.tokens) - 1 - seq.computed
@@ -312,6 +340,7 @@ class ModelledWorkers:
         for seconds in work:
             await self._fleet.cores.work(seconds)
         await asyncio.sleep(max(0.0, self._times.handoff_s + moved * self._times.handoff_token_s - sum(work)))
+        here.note_handoff(-(-moved // here.record.block_size), moved * self._times.handoff_token_s)
         await here.engine.adopt(seq, len(seq.tokens) - 1, None, forks)
         self._end(handle)
 

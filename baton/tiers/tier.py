@@ -38,6 +38,7 @@ HANG_S = 5.0
 LOOK_S = 1.0  # how often the writer looks after the state if there is nothing to write
 REFRESH_S, REFRESH_SHARE = 10.0, 0.05  # how often, and the most of its time that the writer takes for it
 RETRY_S, RETRY_MAX_S = 1.0, 60.0
+DISK_READERS = 2
 JOIN_S = 5.0  # a thread that hangs in a call of the system cannot be stopped: the process exits without it
 
 
@@ -118,15 +119,16 @@ class Tier:
         pool: Pool,
         moved: Callable[[bool, list[bytes]], None],
         clock: Callable[[], float] = time.monotonic,
+        spent: Callable[[], float] = time.thread_time,
     ) -> None:
-        """Raises RuntimeError if the pool's device has no room for the ways."""
+        """`spent`: processor time of the thread that writes, so far. Raises RuntimeError if the pool's device has no room for the ways."""
         self.store = store
         self.medium = store.medium
         self.state = TierState.ON
         self.why = ""  # it is off
         self._bounds = bounds
         self._moved = moved
-        self._clock = clock
+        self._clock, self._spent = clock, spent
         self.worth = Worth(clock())
         self._rate = Measured()
         self._lock = threading.Lock()  # over the queues, the state and the worth; never held while a store is asked
@@ -145,12 +147,14 @@ class Tier:
         self._next_write = 0.0  # when the rate allows it
         self._next_refresh = clock() + REFRESH_S
         self._retry_s, self._retry_at = RETRY_S, 0.0
-        writer = threading.Thread(target=self._write, name=f"{self.medium}-writer", daemon=True)
-        readers = ((f"{self.medium}-reader-{i}", (make(self.piece, self._asks),)) for i in range(bounds.readers))
-        self._threads = [writer, *(threading.Thread(target=self._read, name=name, args=own, daemon=True) for name, own in readers)]
+        self._reading = [make(self.piece, self._asks) for _ in range(bounds.readers)]  # the readers' ways
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         self._tell(True, self.store.keys())
+        self._threads.append(threading.Thread(target=self._write, name=f"{self.medium}-writer", daemon=True))
+        for i, way in enumerate(self._reading):
+            self._threads.append(threading.Thread(target=self._read, name=f"{self.medium}-reader-{i}", args=(way,), daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -244,17 +248,20 @@ class Tier:
             save = self._due()
             if save is None:
                 self._look()
-                continue
-            try:
-                if self.on:
-                    self._put(save)
-            except StoreFailed as error:
-                self._fail(error)
-            finally:
-                with self._lock:
-                    save, self._writing = self._writing, None
-                if save is not None:  # nobody has given it up
-                    save.done()
+            else:
+                self._write_one(save)
+
+    def _write_one(self, save: Save) -> None:
+        try:
+            if self.on:
+                self._put(save)
+        except StoreFailed as error:
+            self._fail(error)
+        finally:
+            with self._lock:
+                given, self._writing = self._writing, None
+            if given is not None:  # nobody has given it up
+                given.done()
 
     def _due(self) -> Save | None:
         with self._lock:
@@ -262,15 +269,19 @@ class Tier:
             wait_s = 0.0 if self._drops or self._urgent else wait_s
             if wait_s > 0 and self.state is not TierState.CLOSED:
                 self._to_write.wait(min(wait_s, LOOK_S))
-            if not self._urgent and (not self._saves or self._next_write > self._clock()):
-                return None
-            self._writing = (self._urgent or self._saves).popleft()
-            return self._writing
+            return self._next_save()
+
+    def _next_save(self) -> Save | None:
+        """What is written now, if something is. Needs the lock."""
+        if not self._urgent and (not self._saves or self._next_write > self._clock()):
+            return None
+        self._writing = (self._urgent or self._saves).popleft()
+        return self._writing
 
     def _put(self, save: Save) -> None:
         """A save that is given up gives its blocks back, and others may fill them: so what has been copied, or digested, counts only if the
         save has not been given up by then."""
-        began, store = time.thread_time(), self.store
+        began, store = self._spent(), self.store
         keys = [key for key, _ in save.units]
         news = [unit for unit, held in zip(save.units, store.holds(keys), strict=True) if not held]
         gone: list[bytes] = []
@@ -285,7 +296,7 @@ class Tier:
         self._tell(False, gone)
         now = self._clock()
         with self._lock:
-            self.worth.wrote(len(news), store.unit_bytes, time.thread_time() - began, now)
+            self.worth.wrote(len(news), store.unit_bytes, self._spent() - began, now)
             if self._bounds.save_bytes_per_s is not None:
                 self._next_write = max(now, self._next_write) + len(news) * store.unit_bytes / self._bounds.save_bytes_per_s
 
@@ -300,12 +311,16 @@ class Tier:
             keys = [key for key in keys if key not in pins]
         keys = keys[:victims]
         keys = [key for key, held in zip(keys, below.store.holds(keys), strict=True) if not held]
-        copies = [memoryview(bytearray(store.unit_bytes)) for _ in keys]
+        copies = self._copies(len(keys))
         with self._asks():
             read = store.get([Wanted(key, into) for key, into in zip(keys, copies, strict=True)])
         store.drop(keys)  # reading them has made them the youngest
         self._tell(False, keys)
         below.save(Save([unit for unit, good in zip(zip(keys, copies, strict=True), read, strict=True) if good], lambda: None))
+
+    def _copies(self, count: int) -> list[memoryview]:
+        """Memory for so many units that are handed down."""
+        return [memoryview(bytearray(self.store.unit_bytes)) for _ in range(count)]
 
     def _refresh(self) -> None:
         """Learns what others have put into the store, and deleted there."""
@@ -329,18 +344,21 @@ class Tier:
 
     def _read(self, way: Way) -> None:
         while (piece := self._next_piece()) is not None:
-            if not piece.wanted():
+            if piece.wanted():
+                self._read_one(way, piece, self._clock())
+            else:
                 piece.done()
-                continue
-            came, began = [False] * len(piece.keys), self._clock()
-            try:
-                if self.on:
-                    came = way.get(piece.keys, piece.take)
-            except StoreFailed as error:
-                self._fail(error)
-            finally:
-                self._note(piece, came, began)
-                piece.done()
+
+    def _read_one(self, way: Way, piece: LoadPiece, began: float) -> None:
+        came = [False] * len(piece.keys)
+        try:
+            if self.on:
+                came = way.get(piece.keys, piece.take)
+        except StoreFailed as error:
+            self._fail(error)
+        finally:
+            self._note(piece, came, began)
+            piece.done()
 
     @contextmanager
     def _asks(self) -> Iterator[None]:

@@ -26,12 +26,12 @@ MakeStores = Callable[[Pool], list[tuple[Store, Bounds]]]
 
 
 class Tiers:
-    def __init__(self, make: MakeStores, policy: TierPolicy) -> None:
+    def __init__(self, make: MakeStores, policy: TierPolicy, clock: Callable[[], float] = time.monotonic) -> None:
         """`make`: the stores for the units of this pool, the nearest first; it may wait, and raises ValueError, which names the
         configuration key."""
         self.policy = policy
         self.tiers: list[Tier] = []
-        self._make = make
+        self._make, self._clock = make, clock
         self._loads: dict[int, _Load] = {}
         self._watch_at = 0.0
         self._compute_s = 0.0  # of a unit; 0: not known
@@ -41,7 +41,7 @@ class Tiers:
         self._pool, self._report = pool, report
         for store, bounds in self._make(pool):
             try:
-                tier = Tier(store, bounds, pool, partial(self._moved, store.medium))
+                tier = self._tier(store, bounds, pool)
             except RuntimeError as error:
                 raise ValueError(f"tiers: no room beside the pool for copies of its blocks: {error}") from error
             if self.tiers:
@@ -51,6 +51,9 @@ class Tiers:
         for tier in self.tiers:
             tier.start()
             log.info("tier %s: room for %d blocks, holds %d", tier.medium, tier.store.capacity, tier.units)
+
+    def _tier(self, store: Store, bounds: Bounds, pool: Pool) -> Tier:
+        return Tier(store, bounds, pool, partial(self._moved, store.medium), self._clock)
 
     def close(self) -> None:
         for tier in self.tiers:
@@ -95,7 +98,7 @@ class Tiers:
         return units_to_compute([rates[medium] for medium in media], self._pool.unit_bytes, compute_s)
 
     def load(self, number: int, wanted: Sequence[tuple[int, bytes, str]], compute_s: float) -> None:
-        began, self._compute_s = time.monotonic(), compute_s or self._compute_s
+        began, self._compute_s = self._clock(), compute_s or self._compute_s
         self._loads[number] = load = _Load([block for block, _, _ in wanted], partial(self._report.landed, number), self._report.given_back)
         for medium, tier in self._by_medium.items():
             places = [i for i, (_, _, where) in enumerate(wanted) if where == medium]
@@ -121,7 +124,7 @@ class Tiers:
 
     def told(self) -> list[TierReport]:
         """Reports for people and metrics; any thread may call it."""
-        return [tier.told(time.monotonic(), self._compute_s) for tier in self.tiers]
+        return [tier.told(self._clock(), self._compute_s) for tier in self.tiers]
 
     def drop(self, keys: Sequence[bytes]) -> None:
         for tier in self.tiers:

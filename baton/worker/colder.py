@@ -15,11 +15,11 @@ from baton.tiers.locked_store import memory_store, slot_bytes
 from baton.tiers.object_store import HEAD_BYTES, ObjectStore
 from baton.tiers.sealed_store import SEAL_BYTES, SealedStore, read_secret, seal_name
 from baton.tiers.store import Store
-from baton.tiers.tier import Bounds, TierReport
+from baton.tiers.tier import DISK_READERS, Bounds, TierReport
 from baton.tiers.tiers import Tiers
 
 MIB = 1 << 20
-DISK_READERS, OBJECT_READERS = 2, 4
+OBJECT_READERS = 4
 MEMORY_READERS = 2  # under a device's pool: what one asks for crosses the bus while the other one asks
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ from baton.cluster.config_engine import KvConfig
 from baton.cluster.errors import BatonError, Reason
 from baton.cluster.handoff import Handoff
 from baton.engine.core.block_key import KEY_BYTES, extend_keys
+from baton.engine.core.colder import BRING_WAIT_S
 from baton.engine.core.contract import ServingEngine
 from baton.engine.core.sequence import Sequence as EngineSequence
 from baton.tiers.choice import Measured
@@ -21,7 +22,6 @@ from kvtransfer.importer import Checks, Fetch, Importer, Peer
 from kvtransfer.transport import Transport
 
 MAX_LENT = 256  # open loans; each one pins blocks that the pool could otherwise evict
-BRING_WAIT_S = 1.0  # for tiers: a borrower waits twice as long
 
 
 @dataclass(frozen=True, slots=True)

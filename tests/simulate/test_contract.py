@@ -9,12 +9,15 @@ import pytest_asyncio
 from engine_bench import BLOCK, CHUNK, MAX_LEN, MAX_QUEUE, Bench, Capability
 from engine_contract import *  # noqa: F403
 
+from baton.engine.core.block_key import HOST
 from baton.engine.core.contract import EngineStopped
 from baton.engine.core.drafting import Drafter
 from baton.engine.core.limits import Limits
 from baton.profile.models import Work
+from baton.simulate.cores import OwnCores
 from baton.simulate.engine import ModelledEngine, ModelledRunner, StepPace
 from baton.simulate.guesses import GuessChances, drafter_of
+from baton.simulate.tiers import ModelledTiers, TierPace, TierSizes
 
 LACKS: dict[Capability, str] = {
     "grammars": "nothing is drawn: a modelled token is its position",
@@ -25,19 +28,23 @@ LACKS: dict[Capability, str] = {
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.virtual_time]
 
 
-def started(pace: Callable[[Work], float], drafter: Drafter | None = None) -> Bench:
+def started(pace: Callable[[Work], float], drafter: Drafter | None = None, blocks: int = 0) -> Bench:
+    """`blocks`: that a tier of it has room for."""
     made = Bench(separates_output=True, lacks=LACKS)
     limits = Limits(4, CHUNK, max_queue=MAX_QUEUE)
     engine = ModelledEngine(ModelledRunner(pace, 256, BLOCK, MAX_LEN), limits, made.listener, drafter=drafter)
+    if blocks:
+        engine.attach(ModelledTiers(TierSizes(((HOST, blocks),), 1000), {HOST: TierPace(0.001, 1e-6, 1e-6)}, OwnCores()))
     engine.start()
     made.engine = engine
     return made
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["plain", "guessing"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["plain", "guessing", "tier"])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     pace = StepPace()
-    made = started(pace, drafter_of("draft", 4, GuessChances(0.8, 0.0, 0.6, 0.8), pace) if request.param else None)
+    drafter = drafter_of("draft", 4, GuessChances(0.8, 0.0, 0.6, 0.8), pace) if request.param == "guessing" else None
+    made = started(pace, drafter, 500 if request.param == "tier" else 0)
     yield made
     await made.close()
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError
+from baton.engine.core.block_key import DISK, HOST
+from baton.engine.core.colder import TierPolicy
 from baton.engine.core.engine import Output
 from baton.engine.core.limits import Batching
 from baton.engine.core.sampling import Sampled, SamplingParams
@@ -22,6 +24,7 @@ from baton.simulate.engine import ProfiledPace, StepPace, Told
 from baton.simulate.flight import Flight
 from baton.simulate.guesses import GuessChances
 from baton.simulate.jumps import VOCABULARY, Jump, ids
+from baton.simulate.tiers import TierPace, TierSizes
 from baton.simulate.virtual_time import run, until
 from baton.simulate.workers import Times
 
@@ -63,6 +66,7 @@ class Seen:
     engines: list[Any] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
     totals: list[Any] = field(default_factory=list)
+    tiers: list[Any] = field(default_factory=list)  # what each worker's say, hold and have seen return
     jumped: int = 0
 
 
@@ -133,6 +137,8 @@ def watch(scene: Scene, jumps: bool) -> Seen:
             engine.pool.check()
             seen.jumped += worker.engine.activity()[0] - worker.engine.touches
             seen.engines.append((worker.engine.facts(), engine.pool._free, list(engine.pool._cached.items()), engine.pool._key_of))
+            if worker.tiers is not None and (colder := engine.colder) is not None:
+                seen.tiers.append((worker.tiers.told(), colder.held, colder.ghosts._balance, list(colder.ghosts._keys)))
         for router in cluster.routers:
             index = router.view.models["model"].index
             index.overlap([], loop.time())
@@ -146,7 +152,7 @@ def watch(scene: Scene, jumps: bool) -> Seen:
 
 def assert_same(scene: Scene) -> Seen:
     jumped, stepped = watch(scene, jumps=True), watch(scene, jumps=False)
-    for name in ("tokens", "ends", "decisions", "answers", "looks", "engines", "caches", "totals"):
+    for name in ("tokens", "ends", "decisions", "answers", "looks", "engines", "caches", "totals", "tiers"):
         assert getattr(jumped, name) == getattr(stepped, name), name
     return jumped
 
@@ -162,6 +168,10 @@ def test_a_long_answer_is_a_few_jumps_and_the_same() -> None:
 
 chance = st.sampled_from([0.0, 0.6, 1.0])
 moments = st.floats(0.0, 3.0, allow_nan=False)
+
+
+def tiers_of(memory: int, disk: int, at_once: bool, keeps_all: bool) -> TierSizes:
+    return TierSizes(((HOST, memory), (DISK, disk)), 1000, TierPolicy(at_once, keeps_all=keeps_all))
 
 
 @st.composite
@@ -180,12 +190,15 @@ def scenes(draw: st.DrawFn) -> Scene:
         speculation=draw(st.sampled_from(["none", "none", "prompt_lookup"])),
         speculation_tokens=draw(st.sampled_from([1, 8])),
         speculation_batch_tokens=draw(st.sampled_from([3, 256])),
+        tiers=draw(st.one_of(st.none(), st.builds(tiers_of, st.integers(0, 60), st.integers(0, 200), st.booleans(), st.booleans()))),
     )
     form: Form = draw(st.sampled_from(["sum", "roof"]))
     pace: Any = draw(st.sampled_from([StepPace(), ProfiledPace(Profile("measured", "", "m", {}, 1.0, form, {"step": Fitted(NUMBERS)}))]))
     travel_s = draw(st.sampled_from([0.0, 0.0003, 0.05]))
     chances = draw(st.builds(GuessChances, chance, st.sampled_from([0.0, 40.0]), chance, chance))
-    times = Times(pace, 0.004, 1e-5, travel_s, draw(st.sampled_from([(0.0, 0.0), (0.001, 6e-5)])), guesses=chances)
+    moving = draw(st.sampled_from([TierPace(), TierPace(0.0003, 1e-6, 1e-6), TierPace(0.01, 1e-4, 1e-4)]))
+    costs = draw(st.sampled_from([(0.0, 0.0), (0.001, 6e-5)]))
+    times = Times(pace, 0.004, 1e-5, travel_s, costs, guesses=chances, tiers={HOST: moving, DISK: moving})
     ask = st.builds(
         Ask,
         st.one_of(moments, st.sampled_from([0.5, 1.0])),
@@ -220,6 +233,33 @@ def test_many_that_come_and_end_on_few_blocks_are_preempted_alike() -> None:
     sizes = Sizes(0, 1, max_num_seqs=8, kv_blocks=40, max_model_len=400)
     seen = assert_same(Scene(asks, sizes, PLAIN))
     assert seen.engines[0][0].counts.preemptions > 0 and seen.jumped > 50
+
+
+RETURNING = tuple(Ask(0.1 + 0.15 * i, 60 + i % 3, 60, i % 9) for i in range(36))  # a pool has room for three of these
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_what_tiers_save_and_load_between_jumps_is_the_same(at_once: bool) -> None:
+    sizes = Sizes(1, 1, kv_blocks=24, max_model_len=380, tiers=tiers_of(12, 500, at_once, False))
+    seen = assert_same(Scene(RETURNING, sizes, replace(PLAIN, tiers={HOST: TierPace(0.0003, 1e-6, 1e-6)})))
+    assert [sum(worker[0][tier].tally.hits > 2 for worker in seen.tiers) for tier in (0, 1)] == [1, 1] and seen.jumped > 200
+
+
+def test_an_engine_whose_tiers_watch_jumps_as_far_as_one_without() -> None:
+    """They keep nothing, as nothing returns, and there are free blocks."""
+    asks = (*(Ask(0.1 + i, 300, 4, i) for i in range(20)), Ask(30.0, 40, 1000, 99))
+    scene = Scene(asks, Sizes(0, 1, kv_blocks=128, max_model_len=2000, tiers=tiers_of(4, 0, False, False)), PLAIN)
+    seen = assert_same(scene)
+    assert seen.tiers[0][2] == 0, "what has left has not come back"
+    plain = assert_same(replace(scene, sizes=replace(scene.sizes, tiers=None)))
+    assert seen.jumped > 0.9 * plain.jumped
+
+
+def test_tiers_that_are_asked_only_after_a_jump_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setattr("baton.simulate.jumps._still_steps", lambda engine, colder, most: most)
+    with pytest.raises(AssertionError):
+        assert_same(Scene(RETURNING, Sizes(1, 1, kv_blocks=24, max_model_len=380, tiers=tiers_of(12, 500, False, False)), PLAIN))
 
 
 @pytest.mark.parametrize("batching", ["dynamic", "static"])

@@ -35,6 +35,7 @@ NEAR = 512  # blocks that are free or saved, so that one admission may take so m
 SAVED = 64  # blocks that are saved at a time; an eighth of a small pool
 REMEMBERED = 4096  # sealed blocks that wait to be saved
 LEAST_WAIT_S = 0.1  # for a load, however soon it would be computed: a thread may be late
+BRING_WAIT_S = 1.0  # for what a handoff, or a peer that borrows, asks for; a borrower waits twice as long
 BRINGING = 8  # loads for which no sequence is here, at a time
 SMOOTHING = 0.2  # weight of the newest step in the pace of prefills
 
@@ -310,17 +311,41 @@ class Colder:
     def drop(self, keys: Seq[bytes]) -> None:
         self._tiers.drop(keys)
 
-    def _save(self) -> None:
-        every, pool = self._policy.keeps_all or self.ghosts.open, self._pool
+    @property
+    def still(self) -> bool:
+        """Whether `turn` does nothing, now and as long as nobody tells or asks anything and no block changes hands."""
+        if self._left or self._sealed or self._loads or self._meetings or self._ahead:
+            return False
+        target, every, must = self._aim()
+        if target is not None and self._state(target, every, must) != self._clean:
+            return False
+        waiting = self._scheduler.waiting[:SOUGHT] if any(self.held.values()) else ()
+        return all(self._sought(seq, self._pool.matched(self._scheduler.usable_keys(seq))[0]) for seq in waiting)
+
+    @property
+    def saves(self) -> bool:
+        return self._aim()[0] is not None
+
+    def _aim(self) -> tuple[str | None, bool, Seq[Sequence]]:
+        """Where blocks are saved now, if they are; whether all are, or those of these sequences alone."""
+        every = self._policy.keeps_all or self.ghosts.open
         must = () if every else self._preempted()
-        target = self._tiers.saves_to if every or must else None
+        return self._tiers.saves_to if every or must else None, every, must
+
+    def _state(self, target: str, every: bool, must: Seq[Sequence]) -> tuple[object, ...]:
+        """If it is still this, nothing more is to be saved."""
+        pool, held = self._pool, self.held[target]
+        return pool.available, pool.num_cached, len(held), target, every, *((seq.id, seq.preemptions) for seq in must)
+
+    def _save(self) -> None:
+        pool = self._pool
+        target, every, must = self._aim()
         if target is None or not every:
             self._sealed.clear()
         if target is None:
             self._clean = None
             return
-        held = self.held[target]
-        now = pool.available, pool.num_cached, len(held), target, every, *((seq.id, seq.preemptions) for seq in must)
+        held, now = self.held[target], self._state(target, every, must)
         if now == self._clean and not self._sealed:
             return
         only = None if every else {key for seq in must for key in seq.keys}
@@ -365,7 +390,7 @@ class Colder:
         known, _ = pool.matched(keys)
         if self._ahead:
             self._use(keys[:known])
-        if (seq.sought is not None and known >= seq.sought) or not scheduler.has_room(seq):
+        if self._sought(seq, known):
             return
         if (found := self._coming(keys, known)) is not None:
             self._join(seq, known, self._loads[found], now)
@@ -388,6 +413,10 @@ class Colder:
         scheduler.loading.append(seq)
         number, load = self._begin(TierLoad([seq], [], [], contents, now + wait_s), keys, known, media[:count])
         self._tiers.load(number, load.wanted, compute_s or 0.0)
+
+    def _sought(self, seq: Sequence, known: int) -> bool:
+        """Whether nothing is looked for, for a sequence of which `known` blocks are in the pool."""
+        return (seq.sought is not None and known >= seq.sought) or not self._scheduler.has_room(seq)
 
     def _begin(self, load: TierLoad, keys: Seq[bytes], known: int, media: Seq[str]) -> tuple[int, TierLoad]:
         """Owns the known prefix, and blocks for what comes behind it: there is room."""

@@ -1,0 +1,168 @@
+"""Measures what tiers take, from outside, each on a cluster with a pool so small that prompts leave it.
+
+A round asks for prompts of several lengths, then for others until those have left the pool, and then for each again, twice. The first time
+its KV comes from the tier, the second time it is in the pool: the difference is what loading takes. What the tier has spent before anything
+is read is processor time of writing, as the worker itself counts it.
+"""
+
+import asyncio
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+import grpc
+
+from baton.client import Result
+from baton.engine.core.block_key import DISK, HOST
+from baton.profile.fit import fit
+from baton.profile.models import Fitted
+from baton.simulate.tiers import MODELS
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+MIB = 1 << 20
+LENGTHS = (80, 144, 272, 528)  # tokens of what returns; all but the last 16 of each can be cached
+POOL, OTHERS = 1536, 512  # tokens of the pool, and of a prompt that pushes others out
+LONGEST = 1024  # of the model
+PUSHED = 1.25  # times the pool
+MOST = 1 << 16  # tokens of a pool that is not ours to choose
+TOLD_S = 2.5  # after it a worker's record says what its tier has done, with the usual redis.heartbeat_s
+LEAST_S = 1e-5  # of a difference that is fitted
+KEYS = {HOST: ("tiers.memory_mib",), DISK: ("tiers.disk", "tiers.disk_mib")}
+
+
+class Timed(Protocol):
+    """An answer: seconds from its request to each token."""
+
+    times: list[float]
+    result: Result
+
+
+class Asks(Protocol):
+    def prompt(self, tokens: int) -> list[int]: ...
+
+    async def ask(self, prompt: Sequence[int], tokens: int) -> Timed: ...
+
+    async def ask_alone(self, prompt: Sequence[int], tokens: int) -> Timed: ...
+
+
+class Served(Protocol):
+    admin: str
+    facts: dict[str, int]
+
+
+class Known(Protocol):
+    """What has been measured so far."""
+
+    handoffs: list[tuple[int, int, float]]  # context, bytes, seconds
+    tiers: "dict[str, HeardTier]"
+    facts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class HeardTier:
+    """What one tier took. `loads`: bytes, and seconds that they took. `write`: processor seconds of a byte."""
+
+    block_bytes: float
+    loads: list[tuple[float, float]]
+    write: float
+
+
+def without_tiers(settings: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in settings.items() if not key.startswith("tiers.")}
+
+
+def kv_token_bytes(known: Known) -> float:
+    """The bytes of a token's KV. 0: nothing that was measured tells."""
+    if known.handoffs:
+        return median(nbytes / context for context, nbytes, _ in known.handoffs)
+    return next((tier.block_bytes / known.facts["block_size"] for tier in known.tiers.values()), 0.0)
+
+
+async def measure_tiers(
+    settings: Mapping[str, str], known: Known, rounds: int, note: Callable[[str], None],
+    running: Callable[[Mapping[str, str]], AbstractAsyncContextManager[tuple[Asks, Served]]],
+) -> dict[str, HeardTier]:  # fmt: skip
+    """Each tier that is configured, by its medium, but an object store. If it is not known how large KV is, pool and tiers have the sizes
+    that `settings` say. Raises ValueError, which names the key, if such a pool is too large to be filled."""
+    found, size = {}, kv_token_bytes(known)
+    for medium, keys in KEYS.items():
+        if all(key in settings for key in keys):
+            note(f"tiers: 1 decode worker over {medium}")
+            with _cluster(settings, medium, size, rounds) as chosen:
+                async with running(chosen) as (asker, served):
+                    found[medium] = await _measure_one(asker, served, rounds, int(chosen[keys[-1]]) * MIB)
+    return found
+
+
+def tier_models(heard: Mapping[str, HeardTier]) -> dict[str, Fitted]:
+    """The models of those of which enough came back."""
+    models = {}
+    for medium, one in heard.items():
+        if len(one.loads) > 1:
+            rows = [({"base": 1.0, "byte": size}, seconds) for size, seconds in one.loads]
+            whole = fit(rows, ("base", "byte"), "the same prompt from the tier and from the pool; writing as the worker counts it")
+            draws = tuple({**draw, "write": one.write} for draw in whole.draws)
+            models[MODELS[medium]] = replace(whole, values={**whole.values, "write": one.write}, draws=draws)
+    return models
+
+
+@contextmanager
+def _cluster(settings: Mapping[str, str], medium: str, token_bytes: float, rounds: int) -> Iterator[dict[str, str]]:
+    """The settings of a cluster with this tier alone. A disk gets a folder of its own: what others had kept would be found."""
+    chosen = {**without_tiers(settings), **{key: settings[key] for key in KEYS[medium]}, "tiers.keep": "all"}
+    chosen |= {"prefill.replicas": "0", "decode.replicas": "1", "router.bypass_tokens": "0"}
+    if token_bytes:
+        kept = (rounds + 1) * (sum(LENGTHS) + PUSHED * POOL + OTHERS)
+        chosen["engine.kv_memory_mib"] = f"{POOL * token_bytes / MIB:.3f}"
+        chosen["model.max_model_len"] = str(min(LONGEST, int(settings.get("model.max_model_len", LONGEST))))
+        chosen[KEYS[medium][-1]] = str(math.ceil(1.1 * kept * token_bytes / MIB))
+    elif "engine.kv_memory_mib" not in settings:
+        raise ValueError("arrangements: tiers needs split, which says how large KV is, or engine.kv_memory_mib")
+    if medium != DISK:
+        yield chosen
+        return
+    parent = Path(settings["tiers.disk"])
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix="baton-profile-") as folder:
+        yield chosen | {"tiers.disk": folder}
+
+
+async def _measure_one(asker: Asks, served: Served, rounds: int, room: float) -> HeardTier:
+    """`room`: bytes of the tier."""
+    block, pool = served.facts["block_size"], served.facts["kv_blocks"] * served.facts["block_size"]
+    if pool > MOST:
+        raise ValueError(f"engine.kv_memory_mib: a pool of {pool} tokens is too large to be filled; at most {MOST} for arrangements tiers")
+    differences, block_bytes, write = dict[int, list[float]](), 0.0, 0.0
+    for number in range(rounds):
+        prompts = [asker.prompt(length) for length in LENGTHS]
+        for prompt in (*prompts, *(asker.prompt(OTHERS) for _ in range(math.ceil(PUSHED * pool / OTHERS)))):
+            await asker.ask(prompt, 1)
+        if number == 0:
+            block_bytes, write = await _written(served, room)
+        for prompt in prompts:
+            first, second = await asker.ask_alone(prompt, 1), await asker.ask_alone(prompt, 1)
+            cached = [heard.result.usage.cached_tokens for heard in (first, second)]
+            if cached[0] == cached[1] > 0:  # else a part was computed
+                differences.setdefault(cached[0], []).append(first.times[0] - second.times[0])
+    loads = [(tokens // block * block_bytes, max(LEAST_S, median(each))) for tokens, each in sorted(differences.items())]
+    return HeardTier(block_bytes, loads, write)
+
+
+async def _written(served: Served, room: float) -> tuple[float, float]:
+    """The bytes of a block, and processor seconds of writing a byte, before anything is read."""
+    await asyncio.sleep(TOLD_S)
+    tier = await asyncio.to_thread(_tier, served.admin)
+    size = room / tier.capacity
+    return size, tier.spent_s / (tier.blocks * size) if tier.blocks else 0.0
+
+
+def _tier(admin: str) -> worker_pb2.Tier:
+    with grpc.insecure_channel(admin, [("grpc.enable_http_proxy", 0)]) as channel:
+        told = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
+    tier: worker_pb2.Tier = told.workers[0].record.tiers[0]
+    return tier
