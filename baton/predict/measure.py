@@ -157,7 +157,7 @@ class Measurements:
     paces: list[tuple[float, float]] = field(default_factory=list)  # seconds of a token: alone, and while the other worker decodes, too
     unlike: list[Unlike] = field(default_factory=list)
     facts: dict[str, int] = field(default_factory=dict)
-    tiers: dict[str, HeardTier] = field(default_factory=dict)  # by medium
+    tiers: dict[str, HeardTier] = field(default_factory=dict)  # by model
 
 
 async def measure(
