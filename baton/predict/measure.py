@@ -189,7 +189,7 @@ class Measurements:
     loads: list[LoadedRun] = field(default_factory=list)
     facts: dict[str, int] = field(default_factory=dict)
     guesses: HeardGuesses | None = None
-    tiers: dict[str, HeardTier] = field(default_factory=dict)  # by medium
+    tiers: dict[str, HeardTier] = field(default_factory=dict)  # by model
 
 
 async def measure(

@@ -10,18 +10,17 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Protocol
 
 import grpc
+import numpy as np
 
 from baton.client import Result
-from baton.engine.core.block_key import DISK, HOST
-from baton.profile.fit import fit
-from baton.profile.models import Fitted
-from baton.simulate.tiers import MODELS
+from baton.profile.fit import DRAWS, least_squares
+from baton.profile.models import NUMBERS, Fitted
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 MIB = 1 << 20
@@ -31,31 +30,31 @@ LONGEST = 1024  # of the model
 PUSHED = 1.25  # times the pool
 MOST = 1 << 16  # tokens of a pool that is not ours to choose
 TOLD_S = 2.5  # after it a worker's record says what its tier has done, with the usual redis.heartbeat_s
-LEAST_S = 1e-5  # of a difference that is fitted
-KEYS = {HOST: ("tiers.memory_mib",), DISK: ("tiers.disk", "tiers.disk_mib")}
+SOURCE = "the same prompts from the tier and from the pool; writing as the worker counts it"
+KEYS = {"tier_memory": ("tiers.memory_mib",), "tier_disk": ("tiers.disk", "tiers.disk_mib")}  # by the model
 
 
-class Timed(Protocol):
+class TierAnswer(Protocol):
     """An answer: seconds from its request to each token."""
 
     times: list[float]
     result: Result
 
 
-class Asks(Protocol):
+class TierAsker(Protocol):
     def prompt(self, tokens: int) -> list[int]: ...
 
-    async def ask(self, prompt: Sequence[int], tokens: int) -> Timed: ...
+    async def ask(self, prompt: Sequence[int], tokens: int) -> TierAnswer: ...
 
-    async def ask_alone(self, prompt: Sequence[int], tokens: int) -> Timed: ...
+    async def ask_alone(self, prompt: Sequence[int], tokens: int) -> TierAnswer: ...
 
 
-class Served(Protocol):
+class TierCluster(Protocol):
     admin: str
     facts: dict[str, int]
 
 
-class Known(Protocol):
+class TierKnown(Protocol):
     """What has been measured so far."""
 
     handoffs: list[tuple[int, int, float]]  # context, bytes, seconds
@@ -65,7 +64,7 @@ class Known(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeardTier:
-    """What one tier took. `loads`: bytes, and seconds that they took. `write`: processor seconds of a byte."""
+    """What one tier took. `loads`: bytes, and how many seconds later the first token came. `write`: processor seconds of a byte."""
 
     block_bytes: float
     loads: list[tuple[float, float]]
@@ -76,7 +75,7 @@ def without_tiers(settings: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in settings.items() if not key.startswith("tiers.")}
 
 
-def kv_token_bytes(known: Known) -> float:
+def kv_token_bytes(known: TierKnown) -> float:
     """The bytes of a token's KV. 0: nothing that was measured tells."""
     if known.handoffs:
         return median(nbytes / context for context, nbytes, _ in known.handoffs)
@@ -84,46 +83,49 @@ def kv_token_bytes(known: Known) -> float:
 
 
 async def measure_tiers(
-    settings: Mapping[str, str], known: Known, rounds: int, note: Callable[[str], None],
-    running: Callable[[Mapping[str, str]], AbstractAsyncContextManager[tuple[Asks, Served]]],
+    settings: Mapping[str, str], known: TierKnown, rounds: int, note: Callable[[str], None],
+    running: Callable[[Mapping[str, str]], AbstractAsyncContextManager[tuple[TierAsker, TierCluster]]],
 ) -> dict[str, HeardTier]:  # fmt: skip
-    """Each tier that is configured, by its medium, but an object store. If it is not known how large KV is, pool and tiers have the sizes
+    """Each tier that is configured, by its model, but an object store. If it is not known how large KV is, pool and tiers have the sizes
     that `settings` say. Raises ValueError, which names the key, if such a pool is too large to be filled."""
     found, size = {}, kv_token_bytes(known)
-    for medium, keys in KEYS.items():
+    for model, keys in KEYS.items():
         if all(key in settings for key in keys):
-            note(f"tiers: 1 decode worker over {medium}")
-            with _cluster(settings, medium, size, rounds) as chosen:
+            note(f"tiers: 1 decode worker with {keys[0]}")
+            with _cluster(settings, keys, size, rounds) as chosen:
                 async with running(chosen) as (asker, served):
-                    found[medium] = await _measure_one(asker, served, rounds, int(chosen[keys[-1]]) * MIB)
+                    found[model] = await _measure_one(asker, served, rounds, int(chosen[keys[-1]]) * MIB)
     return found
 
 
 def tier_models(heard: Mapping[str, HeardTier]) -> dict[str, Fitted]:
-    """The models of those of which enough came back."""
-    models = {}
-    for medium, one in heard.items():
-        if len(one.loads) > 1:
-            rows = [({"base": 1.0, "byte": size}, seconds) for size, seconds in one.loads]
-            whole = fit(rows, ("base", "byte"), "the same prompt from the tier and from the pool; writing as the worker counts it")
-            draws = tuple({**draw, "write": one.write} for draw in whole.draws)
-            models[MODELS[medium]] = replace(whole, values={**whole.values, "write": one.write}, draws=draws)
+    """The models of those of which enough came back. A difference of two times is as wrong where the load is short, so each counts alike.
+    The draws are a bootstrap over them, as in `baton.profile.fit`."""
+    rng, models = np.random.default_rng(0), {}
+    for model, one in heard.items():
+        if len({size for size, _ in one.loads}) > 1:
+            counts, seconds = np.array([(1.0, size) for size, _ in one.loads]), np.array([seconds for _, seconds in one.loads])
+            rows = len(seconds)
+            picked = [np.arange(rows), *(rng.integers(0, rows, rows) for _ in range(DRAWS))]
+            solved = [(*map(float, least_squares(counts[each], seconds[each])), one.write) for each in picked]
+            values, *draws = [dict(zip(NUMBERS[model], each, strict=True)) for each in solved]
+            models[model] = Fitted(values, tuple(draws), 0.0, rows, SOURCE)
     return models
 
 
 @contextmanager
-def _cluster(settings: Mapping[str, str], medium: str, token_bytes: float, rounds: int) -> Iterator[dict[str, str]]:
+def _cluster(settings: Mapping[str, str], keys: Sequence[str], token_bytes: float, rounds: int) -> Iterator[dict[str, str]]:
     """The settings of a cluster with this tier alone. A disk gets a folder of its own: what others had kept would be found."""
-    chosen = {**without_tiers(settings), **{key: settings[key] for key in KEYS[medium]}, "tiers.keep": "all"}
+    chosen = {**without_tiers(settings), **{key: settings[key] for key in keys}, "tiers.keep": "all"}
     chosen |= {"prefill.replicas": "0", "decode.replicas": "1", "router.bypass_tokens": "0"}
     if token_bytes:
         kept = (rounds + 1) * (sum(LENGTHS) + PUSHED * POOL + OTHERS)
         chosen["engine.kv_memory_mib"] = f"{POOL * token_bytes / MIB:.3f}"
         chosen["model.max_model_len"] = str(min(LONGEST, int(settings.get("model.max_model_len", LONGEST))))
-        chosen[KEYS[medium][-1]] = str(math.ceil(1.1 * kept * token_bytes / MIB))
+        chosen[keys[-1]] = str(math.ceil(1.1 * kept * token_bytes / MIB))
     elif "engine.kv_memory_mib" not in settings:
         raise ValueError("arrangements: tiers needs split, which says how large KV is, or engine.kv_memory_mib")
-    if medium != DISK:
+    if "tiers.disk" not in chosen:
         yield chosen
         return
     parent = Path(settings["tiers.disk"])
@@ -132,12 +134,12 @@ def _cluster(settings: Mapping[str, str], medium: str, token_bytes: float, round
         yield chosen | {"tiers.disk": folder}
 
 
-async def _measure_one(asker: Asks, served: Served, rounds: int, room: float) -> HeardTier:
+async def _measure_one(asker: TierAsker, served: TierCluster, rounds: int, room: float) -> HeardTier:
     """`room`: bytes of the tier."""
     block, pool = served.facts["block_size"], served.facts["kv_blocks"] * served.facts["block_size"]
     if pool > MOST:
         raise ValueError(f"engine.kv_memory_mib: a pool of {pool} tokens is too large to be filled; at most {MOST} for arrangements tiers")
-    differences, block_bytes, write = dict[int, list[float]](), 0.0, 0.0
+    loads, block_bytes, write = list[tuple[float, float]](), 0.0, 0.0
     for number in range(rounds):
         prompts = [asker.prompt(length) for length in LENGTHS]
         for prompt in (*prompts, *(asker.prompt(OTHERS) for _ in range(math.ceil(PUSHED * pool / OTHERS)))):
@@ -148,12 +150,11 @@ async def _measure_one(asker: Asks, served: Served, rounds: int, room: float) ->
             first, second = await asker.ask_alone(prompt, 1), await asker.ask_alone(prompt, 1)
             cached = [heard.result.usage.cached_tokens for heard in (first, second)]
             if cached[0] == cached[1] > 0:  # else a part was computed
-                differences.setdefault(cached[0], []).append(first.times[0] - second.times[0])
-    loads = [(tokens // block * block_bytes, max(LEAST_S, median(each))) for tokens, each in sorted(differences.items())]
+                loads.append((cached[0] // block * block_bytes, first.times[0] - second.times[0]))
     return HeardTier(block_bytes, loads, write)
 
 
-async def _written(served: Served, room: float) -> tuple[float, float]:
+async def _written(served: TierCluster, room: float) -> tuple[float, float]:
     """The bytes of a block, and processor seconds of writing a byte, before anything is read."""
     await asyncio.sleep(TOLD_S)
     tier = await asyncio.to_thread(_tier, served.admin)

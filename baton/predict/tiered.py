@@ -3,11 +3,9 @@
 from dataclasses import replace
 
 from baton.cluster.config import Config
-from baton.engine.core.block_key import DISK, HOST
-from baton.engine.core.colder import TierPolicy
 from baton.profile.file import Profile
 from baton.simulate.cluster import Sizes
-from baton.simulate.tiers import MODELS, TierSizes, room
+from baton.simulate.tiers import TierSizes
 
 MIB = 1 << 20
 
@@ -20,26 +18,23 @@ def with_tiers(sizes: Sizes, config: Config, profile: Profile) -> tuple[Sizes, l
         return sizes, found
     if tiers.object:
         found.append("tiers.object: no object store is simulated: what it alone would hold is computed again")
-    asked = {HOST: ("memory_mib", tiers.memory_mib), DISK: ("disk_mib", tiers.disk_mib)}
-    given = {medium: (key, mib) for medium, (key, mib) in asked.items() if mib is not None}
+    asked = {"tier_memory": ("tiers.memory_mib", tiers.memory_mib), "tier_disk": ("tiers.disk_mib", tiers.disk_mib)}
+    given = {model: (key, mib) for model, (key, mib) in asked.items() if mib is not None}
     if not given:
         return sizes, found
     if not profile.kv_token_bytes:
         return sizes, [*found, "tiers: the profile does not say how large KV is: what leaves the pool is computed again"]
-    found += [f"tiers.{key}: the profile has no {MODELS[medium]}: moving takes no time" for medium, (key, _) in given.items()
-              if MODELS[medium] not in profile.models]  # fmt: skip
+    found += [
+        f"{key}: the profile has no {model}: moving takes no time" for model, (key, _) in given.items() if model not in profile.models
+    ]
     found += _beside(config)
-    size = max(1, round(profile.kv_token_bytes * sizes.block_size))
-    blocks = tuple((medium, _blocks(key, mib, room(medium, mib * MIB, size), size)) for medium, (key, mib) in given.items())
-    rate = None if tiers.save_mib_per_s is None else tiers.save_mib_per_s * MIB
-    policy = TierPolicy(tiers.save == "at_once", tiers.wait_s, tiers.keep == "all")
-    return replace(sizes, tiers=TierSizes(blocks, size, policy, rate)), found
-
-
-def _blocks(key: str, mib: int, blocks: int, size: int) -> int:
-    if blocks < 1:
-        raise ValueError(f"tiers.{key}: {mib} MiB hold no block: one takes {size / MIB:.1f} MiB")
-    return blocks
+    size, rate = max(1, round(profile.kv_token_bytes * sizes.block_size)), tiers.save_mib_per_s
+    rooms = {model: mib * MIB for model, (_, mib) in given.items()}
+    made = TierSizes.of(rooms, size, rate and rate * MIB, tiers.save == "at_once", tiers.wait_s, tiers.keep == "all")
+    for (key, mib), (_, blocks) in zip(given.values(), made.blocks, strict=True):
+        if blocks < 1:
+            raise ValueError(f"{key}: {mib} MiB hold no block: one takes {size / MIB:.1f} MiB")
+    return replace(sizes, tiers=made), found
 
 
 def _beside(config: Config) -> list[str]:

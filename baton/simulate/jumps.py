@@ -65,7 +65,7 @@ def may_guess(engine: Engine) -> bool:
 
 
 def _still_steps(engine: Engine, colder: Colder, most: int) -> int:
-    """In how many of these steps tiers have nothing to do. They see at the next step what one takes from the pool, seals or evicts."""
+    """How many of these steps leave tiers nothing to do. They see at the next step what one takes from the pool, seals or evicts."""
     if not colder.still:
         return 0
     running, block, pool = engine.scheduler.running, engine.block_size, engine.pool

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Self
 
 from baton.clock import clock_of_loop
 from baton.cluster.records import TierRecord
@@ -27,16 +28,11 @@ from baton.tiers.tier import DISK_READERS, Bounds, LoadPiece, Save, Tier, TierSt
 from baton.tiers.tiers import Tiers
 from baton.tiers.ways import Way
 
-MODELS: Mapping[str, str] = {HOST: "tier_memory", DISK: "tier_disk"}  # medium → its model in a profile
+MODELS: Mapping[str, str] = {"tier_memory": HOST, "tier_disk": DISK}  # model in a profile → medium; the nearest first
 READERS: Mapping[str, int] = {HOST: 1, DISK: DISK_READERS}
 LOOK_EVERY_S = 10.0  # at whether a tier pays: a real one looks each second, of the ten minutes that count
 NO_BYTES = memoryview(b"")
 Moved = Callable[[bool, list[bytes]], None]
-
-
-def room(medium: str, size: int, block_bytes: int) -> int:
-    """How many blocks have room in `size` bytes."""
-    return size // (padded(block_bytes) if medium == DISK else block_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +45,8 @@ class TierPace:
 
     @classmethod
     def of(cls, profile: Profile) -> dict[str, "TierPace"]:
-        """By medium; one that was not measured takes no time."""
-        return {medium: cls(**profile.values(model)) for medium, model in MODELS.items()}
+        """The pace of each medium; one that was not measured takes no time."""
+        return {medium: cls(**profile.values(model)) for model, medium in MODELS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +59,28 @@ class TierSizes:
     save_bytes_per_s: float | None = None  # None: as fast as it goes
 
     def __post_init__(self) -> None:
-        if unknown := [medium for medium, _ in self.blocks if medium not in MODELS]:
-            raise ValueError(f"tiers: {unknown[0]} is not modelled; those that are: {', '.join(MODELS)}")
+        if unknown := [medium for medium, _ in self.blocks if medium not in READERS]:
+            raise ValueError(f"tiers: {unknown[0]} is not modelled; those that are: {', '.join(READERS)}")
         if self.block_bytes < 1:
             raise ValueError(f"tiers: a block of {self.block_bytes} bytes")
+
+    @classmethod
+    def of(
+        cls, rooms: Mapping[str, int], block_bytes: int, save_bytes_per_s: float | None, at_once: bool, wait_s: float, keeps_all: bool
+    ) -> Self:
+        """`rooms`: bytes, by the model in a profile. The others: see `TierPolicy`."""
+        blocks = tuple((medium, _blocks(medium, rooms[model], block_bytes)) for model, medium in MODELS.items() if model in rooms)
+        return cls(blocks, block_bytes, TierPolicy(at_once, wait_s, keeps_all), save_bytes_per_s)
 
     @property
     def media(self) -> tuple[str, ...]:
         """Those that have room."""
         return tuple(medium for medium, blocks in self.blocks if blocks > 0)
+
+
+def _blocks(medium: str, size: int, block_bytes: int) -> int:
+    """How many have room in `size` bytes."""
+    return size // (padded(block_bytes) if medium == DISK else block_bytes)
 
 
 class ModelledCarrier:
@@ -208,7 +217,7 @@ class ModelledTier(Tier):
         task.add_done_callback(self._tasks.discard)
 
     def _look_later(self) -> None:
-        """As long as something counts, or the tier rests, it is looked at."""
+        """Looks at it every LOOK_EVERY_S, as long as something counts, or it rests."""
         if not self._looks:
             self._looks = True
             asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look_again)
