@@ -50,7 +50,7 @@ from loadtest.window import Window
 
 TALE = Path(__file__).parent.parent / "baton" / "models" / "tale"
 CORES, CHUNK, WARM_UP_S, COOL_DOWN_S = 2, 512, 2.0, 2.0
-ROUNDS, LEAST = 2, 24  # times that each case is measured, and requests of one, about
+ROUNDS, LEAST, LONGEST_S = 2, 16, 60.0  # times that each case is measured, and requests of one, about, if they come within that
 TTFT_TIMES, TPOT_TIMES = 2.5, 2.0  # objectives, in times of an idle cluster
 SMALL_MIB, SMALL_LEN = {"tale": 12, "30m": 48}, 2048  # a pool of 3,072 tokens, by model, and its longest sequence
 
@@ -156,7 +156,7 @@ def offered(case: Case, profile: Profile, least_s: float) -> tuple[Offer, float,
     moved = handoff["base"] + handoff["byte"] * profile.kv_token_bytes * prompt
     slo = objectives(first, token + moved / (output - 1), TTFT_TIMES, TPOT_TIMES)
     rate = float(f"{case.share * CORES / spent:.2g}")
-    seconds = max(least_s, math.ceil(LEAST / rate) + WARM_UP_S + COOL_DOWN_S)
+    seconds = max(least_s, min(LONGEST_S, math.ceil(LEAST / rate) + WARM_UP_S + COOL_DOWN_S))
     load = Workload(duration_s=seconds, **case.load)
     return whole_offer(load, rate, Window(seconds, WARM_UP_S, COOL_DOWN_S)), rate, slo
 
