@@ -167,6 +167,10 @@ def _router_aims() -> Iterator[Aim]:
     more = {key: alone["metrics"][key] - alone["off"][key] for key in ("request_us", "token_us")}
     shares = [more["request_us"] / 1000 / live["request_ms"], more["token_us"] / live["token_us"]]
     yield Aim("observability", "metrics ÷ a request, and a token, of a router", 0.05, shares, "{:.1%}", most=True)
+    found = load("explaining")
+    for what, name in (("a request on `tale`", "request_ms"), ("the router's processor time for it", "router_ms")):
+        shares = [one["more_us"][1] / 1e3 / found["live"][kind][name][0] for kind, one in found["alone"].items()]
+        yield Aim("observability", f"why a prompt was not cached ÷ {what}", 0.01, shares, "{:.2%}", most=True)
 
 
 def _engine_aims() -> Iterator[Aim]:

@@ -25,6 +25,25 @@ def recorder() -> str:
     return markdown(["", "without, µs", "with, µs", "more, of a pair", "more, of all"], table)
 
 
+def explaining() -> str:
+    found, table = load("explaining"), []
+    for kind, alone in found["alone"].items():
+        low, more, high = alone["more_us"]
+        live = found["live"][kind]
+        shares = [f"{number(live[name][0])} ms, {more / 1e3 / live[name][0]:.2%}" for name in ("router_ms", "request_ms")]
+        told = f"{number(more)} ({number(low)} … {number(high)})"
+        table.append([kind, f"{live['prompt'][0]:,.0f}", number(alone["without_us"]), told, *shares])
+    heads = [
+        "prompt",
+        "tokens",
+        "the router's path, µs",
+        "more to explain it, µs",
+        "the router's processor, and of that",
+        "a request, and of that",
+    ]
+    return markdown(heads, table)
+
+
 def observability_live() -> str:
     table = []
     for arm, one in load("observability")["clusters"]["arms"].items():

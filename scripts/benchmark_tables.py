@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmark_aims import other_aims, peers_aims
 from benchmark_handoff import handoff, handoff_kv
-from benchmark_observability import observability, observability_live, recorder
+from benchmark_observability import explaining, observability, observability_live, recorder
 from benchmark_planner import flips, forecast, planner
 from benchmark_predictions import gpu_predicted, gpu_predictions, predicted, predictions
 from benchmark_results import RESULTS, load, markdown, middle, number, source, spread
@@ -419,6 +419,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "overload": ("overload", lambda: overload("overload", "toy")),
     "overload-tale": ("overload-tale", lambda: overload("overload-tale", "tale")),
     "observability-live": ("observability", observability_live),
+    "explaining": ("explaining", explaining),
     "big_turns": ("big_prompts", big_turns),
     "planner-shift": ("planner", lambda: planner("shift")),
     "planner-day": ("planner", lambda: planner("day")),
