@@ -28,14 +28,14 @@ import argparse
 import asyncio
 import json
 import logging
-import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from machine import describe
+from planner_hpa import Autoscaler
 from planner_loads import BLOCK, CHUNK, KV_BLOCKS, SEQS, TIMEOUT_S, Offered, Sent, objectives, profile, workload
 from planner_oracle import Made, Schedule, frontier, moments, neighbours, wanted
 
@@ -43,7 +43,7 @@ from baton.clock import loop_time
 from baton.cluster.config_planner import PlannerConfig
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.errors import BatonError
-from baton.cluster.records import ROLES, Pools
+from baton.cluster.records import ROLES, Pools, RoleName, WorkerRecord
 from baton.planner.capacity import Model, PoolSizes
 from baton.planner.controller import Controller
 from baton.planner.records import decode
@@ -66,6 +66,10 @@ BEST = 3  # schedules of the frontier that are simulated
 def rank(attainment: float, rate: float) -> tuple[bool, float]:
     """The larger, the better."""
     return (True, rate) if attainment >= ENOUGH else (False, attainment)
+
+
+def serves(record: WorkerRecord, role: RoleName) -> bool:
+    return record.serves(role) and record.state == "ready"
 
 
 @dataclass(slots=True)
@@ -179,26 +183,13 @@ class Arm:
         return self.follow(lambda now: wanted(schedule, part_s, now, START_S, CONFIG.budget), 1.0)
 
     def hpa(self) -> Coroutine[Any, Any, None]:
-        """Kubernetes' rule: ceil(size * load / target), unchanged within a tenth, down to the highest wish of the last while."""
-        target = {"prefill": 1.0, "decode": 24.0}
-        wished: list[tuple[float, PoolSizes]] = []
-
-        def wants(now: float) -> PoolSizes:
-            sizes = {}
-            for role in ROLES:
-                serving = [w for w in self.cluster.fleet.workers.values() if w.record.serves(role) and w.record.state == "ready"]
-                load = sum(w.load_now().running + w.load_now().waiting for w in serving)
-                ratio = load / (target[role] * max(1, len(serving)))
-                sizes[role] = len(serving) if abs(ratio - 1) < 0.1 else math.ceil(len(serving) * ratio)
-            least, most = (CONFIG.least_prefill, CONFIG.least_decode), CONFIG.budget // 2
-            wished.append((now, PoolSizes(min(most, max(least[0], sizes["prefill"])), min(most, max(least[1], sizes["decode"])))))
-            lately = [one for at, one in wished if now - at <= CONFIG.hold_s]
-            return PoolSizes(max(one.prefill for one in lately), max(one.decode for one in lately))
+        rule = Autoscaler({"prefill": 1.0, "decode": 24.0}, CONFIG)
 
         async def resize() -> None:
-            began = loop_time()
             while True:
-                want = wants(loop_time() - began)
+                there = self.cluster.fleet.workers.values()
+                loads = {role: [one.load_now() for one in there if serves(one.record, role)] for role in ROLES}
+                want = rule.wants(loads, loop_time())
                 await self.cluster.registry.desire(Pools(want.prefill, want.decode))
                 await asyncio.sleep(EVERY_S)
 
@@ -261,9 +252,9 @@ def oracle(name: str, offered: Offered, slo: SloConfig, static: dict[PoolSizes, 
     return replace(tried[best], seconds=sum(one.seconds for one in tried.values()))
 
 
-def why(result: Result) -> None:
+def why(notes: Sequence[Mapping[str, Any]]) -> None:
     """What the planner decided, and why."""
-    for note in result.notes:
+    for note in notes:
         if note["kind"] == "outcome":
             print(f"    {note['at']:6.0f} change {note['change']} {note['state']} after {note['seconds']:.0f} s: {note['why']}")
             continue
@@ -325,7 +316,7 @@ def main() -> None:
         found = compare(name, offered, slo, arms, asked.tries, asked.json)
         if asked.why:
             for one in found:
-                why(one)
+                why(one.notes)
 
 
 if __name__ == "__main__":

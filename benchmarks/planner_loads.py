@@ -21,6 +21,7 @@ CHUNK, SEQS, BLOCK, KV_BLOCKS = 2048, 64, 64, 900  # what 96 GB leave beside the
 SHARE, TTFT_TIMES, TPOT_TIMES = 0.9, 2.5, 2.0  # objectives, of an idle cluster
 ASKED = 200  # requests, about, by which an idle cluster is measured
 TIMEOUT_S = 60.0
+IDLE = Sizes(1, 1, SEQS, KV_BLOCKS, CHUNK, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +74,28 @@ def workload(name: str, traces: Path, quick: bool) -> Offered:
         return Offered(poisson(one_rate, 3 * phase, [lengths(code), lengths(conversations, 200)], 1), 3 * phase, phase)
     hour = 10.0 if quick else 40.0
 
+    return Offered(poisson(day_rates(hour), 24 * hour, [lengths(code), lengths(conversations)], 2), 24 * hour, 3 * hour)
+
+
+def day_rates(hour_s: float, factor: float = 1.0) -> Callable[[float], list[float]]:
+    """Of code, which is asked for by day, and of conversations, most in the evening. `factor`: of both."""
+
     def rates(now: float) -> list[float]:
-        at = now / hour  # o'clock
+        at = now / hour_s  # o'clock
         work = max(0.0, math.cos((at - 13) * math.pi / 12))
         evening = (1 + math.cos((at - 20) * math.pi / 12)) / 2
-        return [0.1 + 1.5 * work**2, 0.3 + 1.5 * evening**2]
+        return [factor * (0.1 + 1.5 * work**2), factor * (0.3 + 1.5 * evening**2)]
 
-    return Offered(poisson(rates, 24 * hour, [lengths(code), lengths(conversations)], 2), 24 * hour, 3 * hour)
+    return rates
 
 
 def profile() -> Profile:
     return profile_of(shape_of("llama-3.1-70b"), DEVICES["a10"], MEASURED, devices=4, weight_bits=8)
 
 
-def objectives(sent: Sequence[Sent]) -> SloConfig:
-    """Multiples of the times within which an idle cluster serves nine of ten requests of the mix."""
-    idle = virtual_time.run(_alone(sent[:: max(1, len(sent) // ASKED)]))
+def objectives(sent: Sequence[Sent], sizes: Sizes = IDLE, known: Profile | None = None) -> SloConfig:
+    """Multiples of the times within which an idle cluster of these sizes, and of this profile, serves nine of ten requests of the mix."""
+    idle = virtual_time.run(_alone(sent[:: max(1, len(sent) // ASKED)], sizes, known or profile()))
     ttft_s = _quantile([each.ttft_s for each in idle if each.ttft_s is not None])
     tpot_s = _quantile([each.tpot_s for each in idle if each.tpot_s is not None])
     return SloConfig(ttft_s=float(f"{TTFT_TIMES * ttft_s:.2g}"), tpot_s=float(f"{TPOT_TIMES * tpot_s:.2g}"))
@@ -98,9 +105,9 @@ def _quantile(values: list[float]) -> float:
     return sorted(values)[math.ceil(SHARE * len(values)) - 1]
 
 
-async def _alone(sent: Sequence[Sent]) -> list[RequestTimes]:
-    """One after the other, on a worker of each role."""
-    cluster = SimulatedCluster(Sizes(1, 1, SEQS, KV_BLOCKS, CHUNK, BLOCK), Times.of(profile()), RouterConfig(), large=True)
+async def _alone(sent: Sequence[Sent], sizes: Sizes, known: Profile) -> list[RequestTimes]:
+    """One after the other."""
+    cluster = SimulatedCluster(sizes, Times.of(known), RouterConfig(), large=True)
     async with cluster.watched():
         for number, one in enumerate(sent):
             await cluster.ask([number, *range(1, one.prompt)], one.output, TIMEOUT_S)

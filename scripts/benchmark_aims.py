@@ -1,11 +1,11 @@
 """The aims of docs/benchmarks.md beside what was measured, from benchmarks/results/*.json. The verdicts are computed here."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmark_results import load, markdown
+from benchmark_results import load, markdown, measured
 
 # The column of docs/benchmarks.md → the file of benchmarks/results.
 PROCESSORS = {"AMD EPYC, family 25 (Zen 4)": "peers-cpu-zen4", "Intel Xeon with AMX": "peers-cpu-amx"}
@@ -121,6 +121,17 @@ def _plan_aims() -> Iterator[Aim]:
     yield Aim("planner", "a flip, to the first token in the new role", 2.0, flips["first_token_s"], "{:.2f} s", most=True)
     yield Aim("planner", "requests lost or wrong while workers flip", 0, [flips["lost"], flips["wrong"]], "{:.0f}", most=True)
     yield Aim("planner", "requests lost in the simulator", 0, [row["planner"]["failed"] for row, _ in rows], "{:.0f}", most=True)
+    if measured("planner_real"):
+        yield from planner_real_aims(load("planner_real"))
+
+
+def planner_real_aims(found: Mapping[str, Any]) -> Iterator[Aim]:
+    """The aims of the planner on a real cluster."""
+    arms = {row["arm"]: row for row in found["rows"]}
+    ratio = arms["planner"]["rate"] / arms[found["static"][0]]["rate"]
+    yield Aim("planner", "met per worker-hour ÷ best static split, real cluster", 1.25, [ratio])
+    lost = [row[key] for row in arms.values() for key in ("lost", "wrong")]
+    yield Aim("planner", "requests lost or wrong on the real cluster", 0, lost, "{:.0f}", most=True)
 
 
 def _transfer_aims() -> Iterator[Aim]:

@@ -1,5 +1,7 @@
 """The tables of docs/benchmarks/planner.md: splits and who changes them, and forecasts of load."""
 
+from collections.abc import Mapping
+
 from benchmark_results import load, markdown, number, spread
 
 SHOWN = 4  # static splits: the best, and those that come next
@@ -18,6 +20,27 @@ def planner(workload: str) -> str:
         cells = [f"{row['attainment']:.1%}", number(row["worker_hours"]), number(row["rate"]), f"{row['rate'] / best['rate']:.2f}", oracle]
         table.append([name, *cells])
     return markdown(["arm", "met", "worker-hours", "met per worker-hour", "÷ best static", "÷ oracle"], table)
+
+
+def planner_real() -> str:
+    """The same on a real cluster."""
+    found = load("planner_real")
+    rows = {row["arm"]: row for row in found["rows"]}
+    static = [rows[arm] for arm in found["static"]]  # the best comes first
+    table = []
+    for row in (*static, *(rows[arm] for arm in ("hpa", "planner") if arm in rows)):
+        name = _named(row["arm"]) + (" (the best)" if row is static[0] else "")
+        counts = [f"{row['attainment']:.1%}", *(number(row[key]) for key in ("refused", "lost", "wrong"))]
+        costs = [number(row["worker_hours"]), number(row["rate"]), f"{row['rate'] / static[0]['rate']:.2f}"]
+        table.append([name, *counts, *costs, _changes(row["changes"]), spread(row["starts_s"]) if row["starts_s"] else ""])
+    heads = ["arm", "met", "refused", "lost", "wrong", "worker-hours", "met per worker-hour", "÷ best static", "changes", "a start, s"]
+    return markdown(heads, table)
+
+
+def _changes(counts: Mapping[str, int]) -> str:
+    """Of the planner."""
+    kinds = {"flip": "flips", "grow": "growths", "shrink": "shrinks", "undone": "undone"}
+    return ", ".join(f"{name} {counts[kind]}" for kind, name in kinds.items() if counts.get(kind))
 
 
 def _named(arm: str) -> str:

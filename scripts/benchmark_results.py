@@ -21,6 +21,10 @@ def load(name: str) -> dict[str, Any]:
     return found
 
 
+def measured(name: str) -> bool:
+    return (RESULTS / f"{name}.json").is_file()
+
+
 def source(name: str, root: str = "../..") -> str:
     """The line below a table: file, machine, versions, commit, and what the run was given. `root`: of the repository, from the page."""
     found = load(name)

@@ -4,6 +4,8 @@ tested in tests/cluster/test_metrics.py."""
 from pathlib import Path
 from typing import Any
 
+import benchmark_aims
+import benchmark_planner
 import benchmark_tables
 import pytest
 from benchmark_aims import Aim
@@ -62,6 +64,23 @@ def test_the_former_index_is_told_of_once_it_was_measured(monkeypatch: pytest.Mo
     found |= {"index_present_over_former": {key: [0.006, 0.005, 0.004] for key in benchmark_tables.INDEX}}
     before, after = benchmark_tables.loop_turns().split("\n\n")
     assert before == turns and after.splitlines()[2] == "| a million keys, MiB | 400 | 2 | 0.005 (0.004 … 0.006) |"
+
+
+def test_the_planner_on_a_real_cluster_is_told_of_once_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"attainment": 0.9, "refused": 1, "lost": 0, "wrong": 0}
+    still = counts | {"worker_hours": 0.5, "rate": 1000.0, "changes": {"undone": 0}, "starts_s": []}
+    moved = still | {"rate": 1250.0, "changes": {"grow": 3, "flip": 1, "undone": 1}, "starts_s": [3.0, 2.0, 4.0]}
+    rows = [still | {"arm": "static 2+2"}, still | {"arm": "static 2+3", "rate": 1100.0}, moved | {"arm": "planner"}]
+    found = {"static": ["static 2+3", "static 2+2"], "rows": rows}
+    monkeypatch.setattr(benchmark_planner, "load", lambda name: found)
+    best, second, planner = benchmark_planner.planner_real().splitlines()[2:]
+    assert best.startswith("| static 2P3D (the best) | 90.0 % | 1 | 0 | 0 | 0.500 | 1,100 | 1.00 |")
+    assert second.startswith("| static 2P2D | ") and "| 0.91 |" in second
+    assert planner.endswith("| 1.14 | flips 1, growths 3, undone 1 | 3.00 (2.00 … 4.00) |")
+    aims = {aim.what: aim for aim in benchmark_aims.planner_real_aims(found)}
+    assert [aim.verdict for aim in aims.values()] == ["**missed**", "reached"]
+    rows[-1] = moved | {"arm": "planner", "rate": 1400.0, "wrong": 1}
+    assert [aim.verdict for aim in benchmark_aims.planner_real_aims(found)] == ["reached", "**missed** by 1 of 6"]
 
 
 def test_a_changed_figure_makes_a_page_stale() -> None:
