@@ -13,6 +13,7 @@ and start counted; a worker that serves each role which must be served is there 
 
 from collections.abc import Mapping
 from dataclasses import replace
+from statistics import median_high
 
 from baton.cluster.records import ROLES, Pools, RoleName
 from baton.planner.capacity import Effect, Model, PoolSizes
@@ -166,12 +167,12 @@ def _note_need(memory: Memory, model: Model, demand: Demand, rules: PlannerRules
 
 
 def _surplus(memory: Memory, role: RoleName, size: int, within_s: float, now: float, spares: int = 0) -> int:
-    """How many workers of a role more there are than were needed at any moment of that time, and `spares`; 0 if so much time has not been
-    looked at."""
+    """How many workers of a role more there are than were needed at any moment of that time, or with the margin half of it, and `spares`; 0
+    if so much time has not been looked at. With the margin at any moment, chance alone would keep workers: it would count twice."""
     needs = [each for each in memory.needs if now - each.at <= within_s]
     if not needs or now - memory.needs[0].at < within_s:
         return 0
-    most: int = max(getattr(each.shrink, role) for each in needs)
+    most: int = max(*(getattr(each.grow, role) for each in needs), median_high(getattr(each.shrink, role) for each in needs))
     return max(0, size - most - (spares if most else 0))
 
 

@@ -28,7 +28,7 @@ def test_a_load_is_the_same_for_the_same_seed_and_lies_within_its_time(name: str
     one, same, other = (workload(each, traces, quick=False) for each in (name, name, f"{name}:9" if name != "bursts" else "bursts:2"))
     assert one == same and one.sent[:50] != other.sent[:50]
     assert [each.at for each in one.sent] == sorted(each.at for each in one.sent)
-    assert 0 <= one.sent[0].at and one.sent[-1].at < one.seconds and one.parts * one.part_s == pytest.approx(one.seconds)
+    assert one.sent[0].at >= 0 and one.sent[-1].at < one.seconds and one.parts * one.part_s == pytest.approx(one.seconds)
     assert all(each.prompt > 0 and each.output > 0 and each.prompt + each.output < KV_BLOCKS * BLOCK for each in one.sent)
 
 

@@ -14,7 +14,7 @@ from baton.planner import planner as planning
 from baton.planner.capacity import PoolSizes
 from baton.planner.change import Change, ChangeState, Flip, Resize
 from baton.planner.demand import Demand
-from baton.planner.memory import Memory, PlannerRules
+from baton.planner.memory import Memory, Need, PlannerRules
 from baton.planner.planner import Planner
 
 SEEDS = range(2)
@@ -166,6 +166,20 @@ def test_spares_are_within_the_budget_and_no_role_waits_for_one() -> None:
         planner(replace(rules, most=RULES.most)), steps(heavy("prefill", 30.0), heavy("decode", 20.0), every_s=300.0), Pools(2, 2)
     )
     assert world.run(590).sizes[-1].decode >= 4 and not world.broken
+
+
+def test_a_worker_goes_if_none_was_needed_and_half_of_the_time_none_with_the_margin() -> None:
+    def surplus(needs: list[tuple[int, int]]) -> int:
+        """`needs`: without and with the margin, at looks that end now."""
+        sizes = [(PoolSizes(grow, 1), PoolSizes(shrink, 1)) for grow, shrink in needs]
+        noted = tuple(Need(40.0 - 10.0 * ago, *each) for ago, each in enumerate(sizes[::-1]))[::-1]
+        return deciding._surplus(Memory(needs=noted), "prefill", 3, 40.0, 40.0)
+
+    assert surplus([(2, 2)] * 5) == 1
+    assert surplus([(2, 2), (2, 3), (2, 2), (2, 3), (2, 2)]) == 1, "chance"
+    assert surplus([(2, 3), (2, 3), (2, 2), (2, 3), (2, 2)]) == 0, "more than that"
+    assert surplus([(2, 2), (2, 2), (2, 2), (3, 3), (2, 2)]) == 0, "one was needed"
+    assert surplus([(1, 1)] * 5) == 2 and surplus([(2, 2)] * 4) == 0, "not looked at for so long"
 
 
 def test_without_hysteresis_noise_swings(monkeypatch: pytest.MonkeyPatch) -> None:
