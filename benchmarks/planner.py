@@ -1,6 +1,7 @@
 """The planner against static splits, a rule as of a horizontal autoscaler, and one that knows the load: simulated, the same each time.
 
-    python benchmarks/planner.py --traces FOLDER [--workloads day,shift] [--arms ...] [--tries N] [--quick] [--why] [--json FILE]
+    python benchmarks/planner.py --traces FOLDER [--workloads day,shift:2] [--arms ...] [--tries N] [--quick] [--why] [--json FILE]
+    python benchmarks/planner.py --traces FOLDER --rates
 
 The router's and the engine's own code runs in virtual time; a worker is Llama-3.1-70B in 8 bits on four A10, by their sheet. Lengths
 of prompts and outputs are those of the Azure traces of 2023 (code and conversations; Azure Public Dataset, CC BY 4.0), in their order.
@@ -8,6 +9,13 @@ of prompts and outputs are those of the Azure traces of 2023 (code and conversat
     day    24 hours in 16 minutes: code by day, conversations with a peak in the evening; arrivals are Poisson. (The traces have an hour
            each, so the course of the day is made.)
     shift  code, conversations with answers of 200 tokens or more, code, of 200 s each, at one rate
+    swing  prompts of code of 3,000 tokens or more, then conversations with short prompts and answers of 200 tokens or more, and both again,
+           of 200 s each. A worker has so many sequences at once as have room in its KV if all are as long as the longest. Rates are what six
+           of the eight workers serve of each phase alone, in the split that serves most (`--rates`)
+
+Others, to see whether what is better on these is better elsewhere: "waves" of conversations, four minutes each; "steps" of both kinds;
+"bursts", the code trace with its own arrivals, every other request; "books", few and long prompts of Mooncake's conversation trace (Apache
+2.0). A name may end with a colon and a seed of the arrivals; of bursts, with the quarter of the hour.
 
 Objectives: 2.5 times the TTFT and twice the TPOT within which an idle cluster serves nine of ten requests of the workload.
 
@@ -15,7 +23,7 @@ Each arm gets the same requests at the same moments. What counts is the number o
 from the wish that it starts until it is gone. A static split counts as the best if at least 90 % of its requests met the objectives; where
 none does, the one that met most.
 
-    static   so many workers, always: one to five prefill workers, and one or two decode workers
+    static   so many workers, always: one to five prefill workers, and one or two decode workers; on swing, every split of the budget
     hpa      each pool by its own load (sequences for each worker), every 15 s; down after the same time as the planner's
     oracle   the best schedule that a search found (`planner_oracle.py`): it knows the load, and simulates what it thinks of. A static split
              is one of its schedules. Starts and flips take their time; it knows when to ask for them
@@ -52,7 +60,7 @@ from planner_loads import (
     swing_sources,
     workload,
 )
-from planner_oracle import Made, Schedule, frontier, moments, neighbours, wanted
+from planner_oracle import Made, Schedule, by_part, frontier, neighbours, wanted
 
 from baton.clock import loop_time
 from baton.cluster.config_planner import PlannerConfig
@@ -249,13 +257,13 @@ def run(name: str, arm: str, offered: Offered, slo: SloConfig, schedule: Schedul
 def oracle(name: str, offered: Offered, slo: SloConfig, static: dict[PoolSizes, Result], tries: int) -> Result:
     """The best of the static splits, of the frontier, and of what differs a little from the best of these, part for part; `tries`: of that
     at most."""
-    places = moments([one.at for one in offered.sent], offered.part_s, offered.parts)
+    pieces = [
+        Offered([replace(offered.sent[number], at=offered.sent[number].at - part * offered.part_s) for number in numbers],
+                offered.part_s, offered.part_s, offered.seqs)
+        for part, numbers in enumerate(by_part([one.at for one in offered.sent], offered.part_s, offered.parts))
+    ]  # fmt: skip
     splits = {
-        size: Made(
-            tuple(sum(places[number] == part for number in one.good) for part in range(offered.parts)),
-            3600 * one.worker_hours / offered.parts,
-        )
-        for size, one in static.items()
+        size: Made(tuple(run(name, "static", piece, slo, (size,)).met for piece in pieces), offered.part_s * size.total) for size in static
     }
     tried: dict[Schedule, Result] = {}
 

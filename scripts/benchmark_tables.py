@@ -12,7 +12,7 @@ from typing import Any
 from benchmark_aims import other_aims, peers_aims
 from benchmark_handoff import handoff, handoff_kv
 from benchmark_observability import observability, observability_live, recorder
-from benchmark_planner import flips, forecast, planner
+from benchmark_planner import flips, forecast, planner, planner_loads
 from benchmark_predictions import gpu_predicted, gpu_predictions, predicted, predictions
 from benchmark_results import RESULTS, load, markdown, middle, number, source, spread
 from benchmark_tiers import tiers
@@ -421,6 +421,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "observability-live": ("observability", observability_live),
     "big_turns": ("big_prompts", big_turns),
     "planner-shift": ("planner", lambda: planner("shift")),
+    "planner-swing": ("planner", lambda: planner("swing")),
     "planner-day": ("planner", lambda: planner("day")),
     "prefill_profile": ("prefill_profile", lambda: prefill_profile("prefill_profile")),
     "prefill_profile-amx": ("prefill_profile-amx", lambda: prefill_profile("prefill_profile-amx")),
@@ -447,7 +448,21 @@ TABLES |= {
 }
 TABLES |= {
     make.__name__: (make.__name__, make)
-    for make in (observability, recorder, flips, forecast, products, quality, continuation, step_profile, families, batching, whole, scale)
+    for make in (
+        observability,
+        recorder,
+        flips,
+        forecast,
+        planner_loads,
+        products,
+        quality,
+        continuation,
+        step_profile,
+        families,
+        batching,
+        whole,
+        scale,
+    )
 }
 TABLES |= {make.__name__: ("speculation", make) for make in (speculation, acceptance, speculation_peers)}
 TABLES |= {make.__name__: ("stores", make) for make in (stores, reopened)}
