@@ -1,6 +1,7 @@
 """The planner against static splits, a rule as of a horizontal autoscaler, and one that knows the load: simulated, the same each time.
 
-    python benchmarks/planner.py --traces FOLDER [--workloads day,shift] [--arms ...] [--tries N] [--quick] [--why] [--json FILE]
+    python benchmarks/planner.py --traces FOLDER [--workloads day,shift:2] [--arms ...] [--tries N] [--quick] [--why] [--json FILE]
+    python benchmarks/planner.py --traces FOLDER --rates
 
 The router's and the engine's own code runs in virtual time; a worker is Llama-3.1-70B in 8 bits on four A10, by their sheet. Lengths
 of prompts and outputs are those of the Azure traces of 2023 (code and conversations; Azure Public Dataset, CC BY 4.0), in their order.
@@ -8,6 +9,13 @@ of prompts and outputs are those of the Azure traces of 2023 (code and conversat
     day    24 hours in 16 minutes: code by day, conversations with a peak in the evening; arrivals are Poisson. (The traces have an hour
            each, so the course of the day is made.)
     shift  code, conversations with answers of 200 tokens or more, code, of 200 s each, at one rate
+    swing  prompts of code of 3,000 tokens or more, then conversations with short prompts and answers of 200 tokens or more, and both
+           again, of 200 s each. A worker has so many sequences at once as have room in its KV if all are as long as the longest. Rates
+           are what six of the eight workers serve of each phase alone, in the split that serves most (`--rates`)
+
+Others, to see whether what is better on these is better elsewhere: "waves" of conversations, four minutes each; "steps" of both kinds;
+"bursts", the code trace with its own arrivals, every other request; "books", few and long prompts of Mooncake's conversation trace (Apache
+2.0). A name may end with a colon and a seed of the arrivals; of bursts, with the quarter of the hour.
 
 Objectives: 2.5 times the TTFT and twice the TPOT within which an idle cluster serves nine of ten requests of the workload.
 
@@ -15,7 +23,7 @@ Each arm gets the same requests at the same moments. What counts is the number o
 from the wish that it starts until it is gone. A static split counts as the best if at least 90 % of its requests met the objectives; where
 none does, the one that met most.
 
-    static   so many workers, always: one to five prefill workers, and one or two decode workers
+    static   so many workers, always: one to five prefill workers, and one or two decode workers; on swing, every split of the budget
     hpa      each pool by its own load (sequences for each worker), every 15 s; down after the same time as the planner's
     oracle   the best schedule that a search found (`planner_oracle.py`): it knows the load, and simulates what it thinks of. A static split
              is one of its schedules. Starts and flips take their time; it knows when to ask for them
@@ -29,6 +37,7 @@ import asyncio
 import json
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,8 +45,22 @@ from typing import Any
 
 from machine import describe
 from planner_hpa import Autoscaler
-from planner_loads import BLOCK, CHUNK, KV_BLOCKS, SEQS, TIMEOUT_S, Offered, Sent, objectives, profile, workload
-from planner_oracle import Made, Schedule, frontier, moments, neighbours, wanted
+from planner_loads import (
+    BLOCK,
+    CHUNK,
+    KV_BLOCKS,
+    SWING_SEQS,
+    TIMEOUT_S,
+    WORKERS_OF_RATES,
+    Offered,
+    Sent,
+    objectives,
+    poisson,
+    profile,
+    swing_sources,
+    workload,
+)
+from planner_oracle import Made, Schedule, by_part, frontier, neighbours, wanted
 
 from baton.clock import loop_time
 from baton.cluster.config_planner import PlannerConfig
@@ -59,8 +82,11 @@ CONFIG = PlannerConfig(
     period_s=0.0, least_prefill=1, target=ENOUGH, keep=10_000,
 )  # fmt: skip
 STATIC = tuple(PoolSizes(prefill, decode) for decode in (1, 2) for prefill in (1, 2, 3, 4, 5))
+EVERY = tuple(PoolSizes(prefill, decode) for decode in range(1, 8) for prefill in range(1, CONFIG.budget - decode + 1))
 START = PoolSizes(2, 2)  # of the arms that change
 BEST = 3  # schedules of the frontier that are simulated
+BUSY = 24 / 64  # of a decode worker's places: what the autoscaler aims at
+RATE_STEP, RATE_MOST = 0.05, 6.0  # requests per second
 
 
 def rank(attainment: float, rate: float) -> tuple[bool, float]:
@@ -111,18 +137,18 @@ class Result:
         return told | {"attainment": self.attainment, "rate": self.rate}
 
 
-def model(slo: SloConfig) -> Model:
+def model(slo: SloConfig, seqs: int) -> Model:
     known = profile()
     start = replace(known.models["start"], values={"base": START_S})
-    return Model(replace(known, models={**known.models, "start": start}), slo.ttft_s, slo.tpot_s, SEQS, KV_BLOCKS * BLOCK, CHUNK)
+    return Model(replace(known, models={**known.models, "start": start}), slo.ttft_s, slo.tpot_s, seqs, KV_BLOCKS * BLOCK, CHUNK)
 
 
 class Arm:
     """One run: the cluster and whoever sizes it."""
 
-    def __init__(self, sent: Sequence[Sent], slo: SloConfig, sizes: PoolSizes) -> None:
-        self.sent, self.model = sent, model(slo)
-        self.sizes = Sizes(sizes.prefill, sizes.decode, SEQS, KV_BLOCKS, CHUNK, BLOCK, max_queue=512)
+    def __init__(self, offered: Offered, slo: SloConfig, sizes: PoolSizes) -> None:
+        self.sent, self.model = offered.sent, model(slo, offered.seqs)
+        self.sizes = Sizes(sizes.prefill, sizes.decode, offered.seqs, KV_BLOCKS, CHUNK, BLOCK, max_queue=512)
         self.cluster = SimulatedCluster(self.sizes, Times.of(self.model.profile), RouterConfig(max_queue=4096), slo, large=True)
         self.pools = SimulatedPools(self.cluster, self.sizes, START_S)
         self.doors = SimulatedDoors(self.cluster, self.pools)
@@ -183,7 +209,7 @@ class Arm:
         return self.follow(lambda now: wanted(schedule, part_s, now, START_S, CONFIG.budget), 1.0)
 
     def hpa(self) -> Coroutine[Any, Any, None]:
-        rule = Autoscaler({"prefill": 1.0, "decode": 24.0}, CONFIG)
+        rule = Autoscaler({"prefill": 1.0, "decode": BUSY * self.sizes.max_num_seqs}, CONFIG)
 
         async def resize() -> None:
             while True:
@@ -204,7 +230,7 @@ def run(name: str, arm: str, offered: Offered, slo: SloConfig, schedule: Schedul
     began = time.perf_counter()
 
     async def main() -> Result:
-        made = Arm(offered.sent, slo, schedule[0])
+        made = Arm(offered, slo, schedule[0])
         actors: dict[str, Callable[[], Coroutine[Any, Any, None]]]
         actors = {"hpa": made.hpa, "planner": made.planned, "oracle": lambda: made.follows(schedule, offered.part_s)}
         await made.run(actors[arm]() if arm in actors else None)
@@ -222,13 +248,13 @@ def run(name: str, arm: str, offered: Offered, slo: SloConfig, schedule: Schedul
 def oracle(name: str, offered: Offered, slo: SloConfig, static: dict[PoolSizes, Result], tries: int) -> Result:
     """The best of the static splits, of the frontier, and of what differs a little from the best of these, part for part; `tries`: of that
     at most."""
-    places = moments([one.at for one in offered.sent], offered.part_s, offered.parts)
+    pieces = [
+        Offered([replace(offered.sent[number], at=offered.sent[number].at - part * offered.part_s) for number in numbers],
+                offered.part_s, offered.part_s, offered.seqs)
+        for part, numbers in enumerate(by_part([one.at for one in offered.sent], offered.part_s, offered.parts))
+    ]  # fmt: skip
     splits = {
-        size: Made(
-            tuple(sum(places[number] == part for number in one.good) for part in range(offered.parts)),
-            3600 * one.worker_hours / offered.parts,
-        )
-        for size, one in static.items()
+        size: Made(tuple(run(name, "static", piece, slo, (size,)).met for piece in pieces), offered.part_s * size.total) for size in static
     }
     tried: dict[Schedule, Result] = {}
 
@@ -293,27 +319,60 @@ def write(path: Path, name: str, offered: Offered, slo: SloConfig, found: Sequen
     path.write_text(json.dumps(told, indent=1) + "\n")
 
 
+def splits(name: str) -> tuple[PoolSizes, ...]:
+    """The static splits of a workload."""
+    return EVERY if name.startswith("swing") else STATIC
+
+
+def arms_of(name: str, asked: str) -> list[str]:
+    found = []
+    for arm in asked.split(","):
+        found += [f"static {size.prefill}+{size.decode}" for size in splits(name)] if arm == "static" else [arm]
+    return found
+
+
+def most_served(traces: Path, source: int, split: PoolSizes, slo: SloConfig, seconds: float) -> float:
+    """The highest rate of one phase of swing, alone, at which the split still meets the objectives of enough requests."""
+
+    def misses(step: int) -> bool:
+        sent = poisson(lambda now: [step * RATE_STEP], seconds, [swing_sources(traces)[source]], 1)
+        return run("rate", f"static {split}", Offered(sent, seconds, seconds, SWING_SEQS), slo, (split,)).attainment < ENOUGH
+
+    return RATE_STEP * bisect_left(range(1, round(RATE_MOST / RATE_STEP) + 1), True, key=misses)
+
+
+def rates(traces: Path, quick: bool) -> None:
+    """The rule of the rates of swing: in each phase, what the best split of six workers serves. The objectives are those of as many
+    requests of the one kind as of the other."""
+    sources = swing_sources(traces)
+    slo = objectives([Sent(0.0, *next(source)) for _ in range(100) for source in sources])
+    print(f"TTFT {slo.ttft_s:g} s, TPOT {1000 * (slo.tpot_s or 0):g} ms", flush=True)
+    for source, kind in enumerate(("long prompts", "long answers")):
+        for split in (size for size in EVERY if size.total == WORKERS_OF_RATES):
+            print(f"{kind}: {split} {most_served(traces, source, split, slo, 60.0 if quick else 200.0):.2f}/s", flush=True)
+
+
 def main() -> None:
     logging.disable(logging.ERROR)  # of requests that are too late: they are counted
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True)
-    parser.add_argument("--workloads", default="shift,day")
-    parser.add_argument(
-        "--arms", default=",".join([*(f"static {size.prefill}+{size.decode}" for size in STATIC), "hpa", "oracle", "planner"])
-    )
+    parser.add_argument("--workloads", default="shift,swing,day")
+    parser.add_argument("--arms", default="static,hpa,oracle,planner")
+    parser.add_argument("--rates", action="store_true", help="tell, instead, what six workers serve of each phase of swing")
     parser.add_argument("--tries", type=int, default=100, help="schedules that the oracle tries beyond those of the frontier")
     parser.add_argument("--quick", action="store_true", help="a third of the time, for a test of the program")
     parser.add_argument("--why", action="store_true", help="tell each decision of the planner")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    arms = asked.arms.split(",")
-    if "oracle" in arms and not any(arm.startswith("static") for arm in arms):
+    if asked.rates:
+        return rates(asked.traces, asked.quick)
+    if "oracle" in asked.arms and "static" not in asked.arms:
         parser.error("the oracle begins with static splits: name some before it")
     for name in asked.workloads.split(","):
         offered = workload(name, asked.traces, asked.quick)
         slo = objectives(offered.sent)
         print(f"{name}: TTFT {slo.ttft_s:g} s, TPOT {1000 * (slo.tpot_s or 0):g} ms", flush=True)
-        found = compare(name, offered, slo, arms, asked.tries, asked.json)
+        found = compare(name, offered, slo, arms_of(name, asked.arms), asked.tries, asked.json)
         if asked.why:
             for one in found:
                 why(one.notes)

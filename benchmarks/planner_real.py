@@ -57,7 +57,8 @@ from baton.launch import state
 from baton.models.make_small import make_toy
 from baton.planner.capacity import PoolSizes
 from baton.planner.records import decode
-from baton.predict.measure import Amount, measure, profile_of
+from baton.predict.fitted import profile_of
+from baton.predict.measure import Amount, measure
 from baton.profile.file import Profile
 from baton.simulate.cluster import Sizes
 from baton.stages import tpot, ttft

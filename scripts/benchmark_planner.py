@@ -43,6 +43,26 @@ def _changes(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {counts[kind]}" for kind, name in kinds.items() if counts.get(kind))
 
 
+def planner_loads() -> str:
+    """Other loads and arrivals: the planner and the autoscaler beside the best static split of each."""
+    table = []
+    for name, found in load("planner_loads")["workloads"].items():
+        rows = {row["arm"]: row for row in found["rows"]}
+        best = rows[found["static"][0]]
+        kind, _, seed = name.partition(":")
+        cells = [
+            f"{kind} {seed}".strip(),
+            number(found["offered"]),
+            f"{_named(best['arm'])}: {best['attainment']:.1%}",
+            number(best["rate"]),
+        ]
+        for arm in ("hpa", "planner"):
+            cells += [f"{rows[arm]['attainment']:.1%}", f"{rows[arm]['rate'] / best['rate']:.2f}"]
+        table.append(cells)
+    heads = ["load", "requests", "best static: met", "met per worker-hour", "autoscaler met", "÷ static", "planner met", "÷ static"]
+    return markdown(heads, table)
+
+
 def _named(arm: str) -> str:
     if arm == "hpa":
         return "as a horizontal autoscaler"

@@ -12,7 +12,7 @@ from typing import Any
 from benchmark_aims import other_aims, peers_aims
 from benchmark_handoff import handoff, handoff_kv
 from benchmark_observability import explaining, observability, observability_live, recorder
-from benchmark_planner import flips, forecast, planner, planner_real
+from benchmark_planner import flips, forecast, planner, planner_loads, planner_real
 from benchmark_predictions import gpu_predicted, gpu_predictions, predicted, predictions
 from benchmark_results import RESULTS, load, markdown, measured, middle, number, source, spread
 from benchmark_tiers import tiers
@@ -422,6 +422,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "explaining": ("explaining", explaining),
     "big_turns": ("big_prompts", big_turns),
     "planner-shift": ("planner", lambda: planner("shift")),
+    "planner-swing": ("planner", lambda: planner("swing")),
     "planner-day": ("planner", lambda: planner("day")),
     "planner-real": ("planner_real", planner_real),
     "prefill_profile": ("prefill_profile", lambda: prefill_profile("prefill_profile")),
@@ -449,7 +450,21 @@ TABLES |= {
 }
 TABLES |= {
     make.__name__: (make.__name__, make)
-    for make in (observability, recorder, flips, forecast, products, quality, continuation, step_profile, families, batching, whole, scale)
+    for make in (
+        observability,
+        recorder,
+        flips,
+        forecast,
+        planner_loads,
+        products,
+        quality,
+        continuation,
+        step_profile,
+        families,
+        batching,
+        whole,
+        scale,
+    )
 }
 TABLES |= {make.__name__: ("speculation", make) for make in (speculation, acceptance, speculation_peers)}
 TABLES |= {make.__name__: ("stores", make) for make in (stores, reopened)}

@@ -35,7 +35,10 @@ class PlannerConfig(Section):
     target: float = Field(default=0.95, gt=0.5, lt=1, description="Share of requests that should meet each objective of the slo section.")
     flips: bool = Field(default=True, description="Let running workers change their role. false where the pools have unlike devices.")
     margin: float = Field(
-        default=0.15, ge=0, le=2, description="A pool shrinks only if it could then serve so much more than is forecast, as a share."
+        default=0.15,
+        ge=0,
+        le=2,
+        description="A pool shrinks only if it could then serve so much more than was forecast half of hold_s, as a share.",
     )
     cooldown_s: float = Field(default=30.0, ge=0, le=3600, description="Shortest time from the end of one change to the next, seconds.")
     hold_s: float = Field(

@@ -11,7 +11,9 @@ Every action passes `forbidden`, whatever led to it. It keeps three promises: th
 and start counted; a worker that serves each role which must be served is there throughout; no role leaves its bounds.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from statistics import median_high
 
 from baton.cluster.records import ROLES, Pools, RoleName
 from baton.planner.capacity import Effect, Model, PoolSizes
@@ -165,12 +167,12 @@ def _note_need(memory: Memory, model: Model, demand: Demand, rules: PlannerRules
 
 
 def _surplus(memory: Memory, role: RoleName, size: int, within_s: float, now: float, spares: int = 0) -> int:
-    """How many workers of a role more there are than were needed at any moment of that time, and `spares`; 0 if so much time has not been
-    looked at."""
+    """How many workers of a role more there are than were needed at any moment of that time, or with the margin half of it, and `spares`; 0
+    if so much time has not been looked at. With the margin at any moment, chance alone would keep workers: it would count twice."""
     needs = [each for each in memory.needs if now - each.at <= within_s]
     if not needs or now - memory.needs[0].at < within_s:
         return 0
-    most: int = max(getattr(each.shrink, role) for each in needs)
+    most: int = max(*(getattr(each.grow, role) for each in needs), median_high(getattr(each.shrink, role) for each in needs))
     return max(0, size - most - (spares if most else 0))
 
 
@@ -221,6 +223,8 @@ def _candidates(
             found.append((why, Resize(sized(seen.wanted, {role: getattr(seen.wanted, role) + count}), seen.wanted)))
         if flip is not None and _better(seen, flip, demand, model):
             found.append((f"{why}, which costs {OTHER[role]} less than it brings", flip))
+    if both := _both(seen, {role: short[role] for role in ROLES if not _blocked(memory, role, now)}, rules, now):
+        found.insert(0, (f"the load needs {need}: both roles have too few", both))  # before those of one pool
     needy = any(count > 0 for count in short.values())
     if not needy and (grown := _more_spares(seen, need, memory, rules, now)):
         found.append((f"the load needs {need}, and so many spares fit into the budget", grown))
@@ -231,6 +235,16 @@ def _candidates(
                 why = f"{spare} of {getattr(sizes, role)} {role} workers were not needed for {rules.hold_s:.0f} s"
                 found += [(why, action) for action in _shrinks(seen, role, spare, memory, rules, now)]
     return found
+
+
+def _both(seen: Seen, short: Mapping[RoleName, int], rules: PlannerRules, now: float) -> Resize | None:
+    """Both pools in one change, if both roles are short and the budget has room: else one would wait until the other has started."""
+    assert seen.wanted is not None
+    if len(short) < len(ROLES) or min(short.values()) <= 0:
+        return None
+    sizes: dict[str, int] = {role: getattr(seen.wanted, role) + count for role, count in short.items()}
+    grown = Resize(sized(seen.wanted, sizes), seen.wanted)
+    return None if forbidden(grown, seen, rules, now) else grown
 
 
 def _more_spares(seen: Seen, need: PoolSizes, memory: Memory, rules: PlannerRules, now: float) -> Resize | None:
@@ -302,13 +316,20 @@ def _blocked(memory: Memory, who: str, now: float) -> bool:
 
 def waits(action: Action, effect: Effect, memory: Memory, rules: PlannerRules, now: float) -> str:
     """Why an action must wait, for the sake of a cluster that does not swing; empty: it need not."""
-    if now - memory.ended < rules.cooldown_s:
+    if now - memory.ended < rules.cooldown_s and not _goes_on(action, memory.change):
         return Refusal.of("cooldown", f"the last change ended {now - memory.ended:.0f} s ago")
     if isinstance(action, Flip) and memory.flipped is not None:
         at, to = memory.flipped
         if action.to != to and now - at < rules.hold_s and effect.attainment >= 0.5:
             return Refusal.of("hold", f"a worker was flipped to {to} {now - at:.0f} s ago")
     return NONE
+
+
+def _goes_on(action: Action, change: Change | None) -> bool:
+    """Whether a flip goes on with the one before it. That is no swing."""
+    if change is None or change.state is not ChangeState.SETTLED:
+        return False
+    return isinstance(action, Flip) and isinstance(change.action, Flip) and action.to == change.action.to
 
 
 def forbidden(action: Action, seen: Seen, rules: PlannerRules, now: float) -> str:
@@ -390,7 +411,7 @@ def _undo(seen: Seen, demand: Demand, memory: Memory, rules: PlannerRules, now: 
         there: dict[str, int] = {pool: min(getattr(asked, pool), max(getattr(before, pool), len(seen.of(pool)))) for pool in grown}
         if seen.wanted == asked and sized(asked, there) != asked:  # else somebody else has asked for other sizes since
             action = Resize(sized(asked, there), asked)
-        for pool in grown:
+        for pool in (pool for pool in grown if there[pool] < getattr(asked, pool)):
             wait = next((each[2] for each in blocked if each[0] == pool), rules.start_timeout_s)
             rest = tuple(each for each in blocked if each[0] != pool)
             blocked = (*rest, (pool, now + wait, min(wait * BACK_OFF, BACK_OFF_MOST_S)))

@@ -31,7 +31,8 @@ NONE = Refusal()
 class PlannerRules:
     """Seconds and workers. `target`: share of requests that should meet each objective. `costs`: what a worker of each pool takes of the
     budget. `cold_s`: what a worker does so soon after it started or changed its role says nothing. `margin`: a pool shrinks only if what is
-    left would also serve so much more than is forecast. `spares`: workers of each role that are kept beyond what the load needs."""
+    left would also serve so much more than was forecast half of `hold_s`. `spares`: workers of each role that are kept beyond what the load
+    needs."""
 
     least: PoolSizes
     most: PoolSizes

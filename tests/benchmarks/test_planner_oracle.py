@@ -1,7 +1,7 @@
 """The benchmark of the planner: what the oracle thinks of, and that objectives are of an idle cluster."""
 
 from planner_loads import Sent, objectives
-from planner_oracle import Made, frontier, neighbours, wanted
+from planner_oracle import Made, by_part, frontier, neighbours, wanted
 
 from baton.planner.capacity import PoolSizes
 
@@ -13,12 +13,19 @@ SPLITS = {SMALL: Made((20, 98), 200.0), LARGE: Made((99, 100), 400.0)}
 def test_the_frontier_takes_for_each_part_what_it_needs() -> None:
     best, *others = frontier(SPLITS, 200, 0.9)
     assert best == (LARGE, SMALL) and (LARGE, LARGE) in others
-    assert all(schedule != (SMALL, SMALL) for schedule in (best, *others)), "it serves too few"
+    assert all(schedule != (SMALL, SMALL) for schedule in (best, *others[:-1])), "it serves too few, and comes last"
     assert (SMALL, SMALL) in frontier(SPLITS, 200, 0.5)
+    assert frontier(SPLITS, 200, 0.999)[0] == (LARGE, LARGE), "where none serves enough, the one that should meet most"
+
+
+def test_each_arrival_is_in_one_part() -> None:
+    assert by_part([0.0, 9.9, 10.0, 31.0], 10.0, 3) == [[0, 1], [2], [3]]
+    assert by_part([1.0], 10.0, 2) == [[0], []]
 
 
 def test_neighbours_differ_in_one_part_and_stay_within_the_budget() -> None:
     found = list(neighbours((LARGE, SMALL), 1, 4))
+    assert (PoolSizes(2, 2), SMALL) in neighbours((LARGE, SMALL), 0, 4), "or with one that serves the other role"
     assert (LARGE, PoolSizes(1, 2)) in found and (LARGE, PoolSizes(2, 1)) in found
     assert all(schedule[0] == LARGE and schedule[1] != SMALL and 2 <= schedule[1].total <= 4 for schedule in found)
     assert len(set(found)) == len(found)

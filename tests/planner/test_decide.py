@@ -14,7 +14,7 @@ from baton.planner import planner as planning
 from baton.planner.capacity import PoolSizes
 from baton.planner.change import Change, ChangeState, Flip, Resize
 from baton.planner.demand import Demand
-from baton.planner.memory import Memory, PlannerRules
+from baton.planner.memory import Memory, Need, PlannerRules
 from baton.planner.planner import Planner
 
 SEEDS = range(2)
@@ -168,6 +168,20 @@ def test_spares_are_within_the_budget_and_no_role_waits_for_one() -> None:
     assert world.run(590).sizes[-1].decode >= 4 and not world.broken
 
 
+def test_a_worker_goes_if_none_was_needed_and_half_of_the_time_none_with_the_margin() -> None:
+    def surplus(needs: list[tuple[int, int]]) -> int:
+        """`needs`: without and with the margin, at looks that end now."""
+        sizes = [(PoolSizes(grow, 1), PoolSizes(shrink, 1)) for grow, shrink in needs]
+        noted = tuple(Need(40.0 - 10.0 * ago, *each) for ago, each in enumerate(sizes[::-1]))[::-1]
+        return deciding._surplus(Memory(needs=noted), "prefill", 3, 40.0, 40.0)
+
+    assert surplus([(2, 2)] * 5) == 1
+    assert surplus([(2, 2), (2, 3), (2, 2), (2, 3), (2, 2)]) == 1, "chance"
+    assert surplus([(2, 3), (2, 3), (2, 2), (2, 3), (2, 2)]) == 0, "more than that"
+    assert surplus([(2, 2), (2, 2), (2, 2), (3, 3), (2, 2)]) == 0, "one was needed"
+    assert surplus([(1, 1)] * 5) == 2 and surplus([(2, 2)] * 4) == 0, "not looked at for so long"
+
+
 def test_without_hysteresis_noise_swings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
 
@@ -293,6 +307,59 @@ def test_a_phase_that_shifts_flips_a_worker_and_says_why() -> None:
     told = next(each for each in world.decisions if each.action == flips[-1])
     assert "decode" in told.why and told.now is not None and told.expected is not None
     assert told.expected.attainment > told.now.attainment and len(told.alternatives) > 1
+
+
+def test_a_flip_goes_on_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load moves from one role to the other. To go on in one direction is no swing."""
+
+    def took() -> float:
+        rules = replace(RULES, cooldown_s=30.0)
+        load = steps(heavy("prefill", 20.0), heavy("decode", 26.0), every_s=300.0)
+        world = World(planner(rules), load, Pools(4, 4)).run(590)
+        flips = [at for at, action in world.actions if isinstance(action, Flip) and action.to == "decode" and at > 300]
+        assert len(flips) >= 3 and not world.broken
+        return flips[-1] - flips[0]
+
+    quick = took()
+    monkeypatch.setattr(deciding, "_goes_on", lambda *args: False)  # negative control
+    assert took() > 2 * quick
+
+
+def test_a_flip_back_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what goes the other way nor what follows a flip that did not come about goes on."""
+    there, back = Flip("decode-0", "prefill", "decode"), Flip("prefill-0", "decode", "prefill")
+    settled, undone = (Change(1, there, PoolSizes(3, 1), 20.0, 0.0, state) for state in (ChangeState.SETTLED, ChangeState.UNDONE))
+    again = replace(there, worker="decode-1")
+    memory = Memory(change=settled, ended=10.0)
+    effect = MODEL.effect(PoolSizes(2, 2), CHAT)
+    assert not deciding.waits(again, effect, memory, RULES, 11.0)
+    for action, after in ((back, settled), (again, undone), (Resize(Pools(3, 2), Pools(2, 2)), settled)):
+        assert "ago" in deciding.waits(action, effect, replace(memory, change=after), RULES, 11.0)
+
+
+def test_both_pools_grow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one would wait for a start of the other, and for the pause after that."""
+
+    def served() -> float:
+        load = steps(replace(CHAT, rate=8.0), replace(CHAT, rate=26.0), every_s=100.0)
+        world = World(planner(replace(RULES, flips=False)), load, Pools(1, 1), start_s=30.0)
+        world.run(190)
+        assert not world.broken
+        return sum(world.effect(load(150.0), sizes).attainment for sizes in world.sizes[20:]) / len(world.sizes[20:])
+
+    together = served()
+    monkeypatch.setattr(deciding, "_both", lambda *args: None)  # negative control
+    assert together > served() + 0.2
+
+
+def test_only_the_pool_whose_workers_did_not_come_is_blocked() -> None:
+    world = World(planner(), lambda now: CHAT, Pools(3, 2))
+    grown = Resize(Pools(3, 3), Pools(2, 2))
+    world.wanted = grown.pools
+    late = Memory(change=Change(1, grown, PoolSizes(3, 3), 60.0, 0.0, ChangeState.ACTING), changes=1)
+    decision = deciding.decide(replace(world.seen(), at=60.0, starting={"decode": 1}), CHAT, MODEL, late, RULES, 60.0)
+    assert decision.action == Resize(Pools(3, 2), Pools(3, 3)) and decision.undoes
+    assert [who for who, _, _ in decision.memory.blocked] == ["decode"]
 
 
 @pytest.mark.parametrize("liars", [frozenset({"decode-0"}), frozenset({"decode-0", "decode-1", "decode-2"})])
