@@ -99,17 +99,19 @@ async def measure_tiers(
 
 
 def tier_models(heard: Mapping[str, HeardTier]) -> dict[str, Fitted]:
-    """The models of those of which enough came back. A difference of two times is as wrong where the load is short, so each counts alike.
-    The draws are a bootstrap over them, as in `baton.profile.fit`."""
+    """The models of those of which enough came back. A difference of two times is as wrong where the load is short, so each size counts
+    alike, and has the median of its loads, because now and then one waits for something else. The draws are a bootstrap, as in
+    `baton.profile.fit`."""
     rng, models = np.random.default_rng(0), {}
     for model, one in heard.items():
-        if len({size for size, _ in one.loads}) > 1:
-            counts, seconds = np.array([(1.0, size) for size, _ in one.loads]), np.array([seconds for _, seconds in one.loads])
-            rows = len(seconds)
-            picked = [np.arange(rows), *(rng.integers(0, rows, rows) for _ in range(DRAWS))]
-            solved = [(*map(float, least_squares(counts[each], seconds[each])), one.write) for each in picked]
+        groups = {size: np.array([seconds for other, seconds in one.loads if other == size]) for size, _ in one.loads}
+        if len(groups) > 1:
+            counts = np.array([(1.0, size) for size in groups])
+            middles = [[np.median(each) for each in groups.values()]]
+            middles += [[np.median(rng.choice(each, len(each))) for each in groups.values()] for _ in range(DRAWS)]
+            solved = [(*map(float, least_squares(counts, np.array(each))), one.write) for each in middles]
             values, *draws = [dict(zip(NUMBERS[model], each, strict=True)) for each in solved]
-            models[model] = Fitted(values, tuple(draws), 0.0, rows, SOURCE)
+            models[model] = Fitted(values, tuple(draws), 0.0, len(one.loads), SOURCE)
     return models
 
 

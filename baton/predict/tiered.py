@@ -24,9 +24,8 @@ def with_tiers(sizes: Sizes, config: Config, profile: Profile) -> tuple[Sizes, l
         return sizes, found
     if not profile.kv_token_bytes:
         return sizes, [*found, "tiers: the profile does not say how large KV is: what leaves the pool is computed again"]
-    found += [
-        f"{key}: the profile has no {model}: moving takes no time" for model, (key, _) in given.items() if model not in profile.models
-    ]
+    missing = [(key, model) for model, (key, _) in given.items() if model not in profile.models]
+    found += [f"{key}: the profile has no {model}: moving takes no time" for key, model in missing]
     found += _beside(config)
     size, rate = max(1, round(profile.kv_token_bytes * sizes.block_size)), tiers.save_mib_per_s
     rooms = {model: mib * MIB for model, (_, mib) in given.items()}
