@@ -78,7 +78,7 @@ def workload(name: str, traces: Path, quick: bool) -> Offered:
 
 
 def day_rates(hour_s: float, factor: float = 1.0) -> Callable[[float], list[float]]:
-    """Of code, which is asked for by day, and of conversations, most in the evening. `factor`: of both."""
+    """Rates of code, which is asked for by day, and of conversations, most in the evening."""
 
     def rates(now: float) -> list[float]:
         at = now / hour_s  # o'clock
