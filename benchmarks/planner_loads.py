@@ -135,7 +135,7 @@ def _day(traces: Path, quick: bool, seed: int) -> Offered:
 
 
 def day_rates(hour_s: float, factor: float = 1.0) -> Callable[[float], list[float]]:
-    """Of code, which is asked for by day, and of conversations, most in the evening. `factor`: of both."""
+    """Rates of code, which is asked for by day, and of conversations, most in the evening."""
 
     def rates(now: float) -> list[float]:
         at = now / hour_s  # o'clock

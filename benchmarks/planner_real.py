@@ -81,7 +81,7 @@ REFUSED = ("SATURATED", "DEADLINE")
 
 @dataclass(slots=True)
 class Streamed:
-    """Of a request: times since the load began, seconds. `error`: why there is none."""
+    """What came of a request. Times are seconds since the load began. `error`: why it was not served."""
 
     number: int
     due: float
@@ -170,7 +170,7 @@ def changes_of(notes: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def right(answer: Streamed, one: Sent) -> bool:
-    """Also of an answer that ended too early."""
+    """Whether all tokens are those of the toy. An answer that broke off has the first of them."""
     params = SamplingParams(max_tokens=one.output, temperature=0.0, ignore_eos=True)
     expected = naive(prompt_of(answer.number, one.prompt), params)
     return answer.tokens == (expected[: len(answer.tokens)] if answer.error else expected)

@@ -38,7 +38,7 @@ def planner_real() -> str:
 
 
 def _changes(counts: Mapping[str, int]) -> str:
-    """Of the planner."""
+    """What the planner did."""
     kinds = {"flip": "flips", "grow": "growths", "shrink": "shrinks", "undone": "undone"}
     return ", ".join(f"{name} {counts[kind]}" for kind, name in kinds.items() if counts.get(kind))
 
