@@ -12,7 +12,7 @@ from typing import Any
 from benchmark_aims import other_aims, peers_aims
 from benchmark_handoff import handoff, handoff_kv
 from benchmark_observability import explaining, observability, observability_live, recorder
-from benchmark_planner import flips, forecast, planner, planner_loads, planner_real
+from benchmark_planner import flips, forecast, planner, planner_real
 from benchmark_predictions import gpu_predicted, gpu_predictions, predicted, predictions
 from benchmark_results import RESULTS, load, markdown, measured, middle, number, source, spread
 from benchmark_tiers import tiers
@@ -422,7 +422,6 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "explaining": ("explaining", explaining),
     "big_turns": ("big_prompts", big_turns),
     "planner-shift": ("planner", lambda: planner("shift")),
-    "planner-swing": ("planner", lambda: planner("swing")),
     "planner-day": ("planner", lambda: planner("day")),
     "planner-real": ("planner_real", planner_real),
     "prefill_profile": ("prefill_profile", lambda: prefill_profile("prefill_profile")),
@@ -455,7 +454,6 @@ TABLES |= {
         recorder,
         flips,
         forecast,
-        planner_loads,
         products,
         quality,
         continuation,
