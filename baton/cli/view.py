@@ -139,8 +139,8 @@ def _detail(stage: str, result: Result) -> str:
 
 
 def carried(handoff: Mapping[str, Any]) -> str:
-    """What carried the KV of a handoff."""
-    return f"{handoff['transport']} ({handoff['lane']})" if handoff["lane"] else str(handoff["transport"])
+    """What carried the KV of a handoff. An older router tells no lane."""
+    return f"{handoff['transport']} ({handoff['lane']})" if handoff.get("lane") else str(handoff["transport"])
 
 
 def transfer_parts(connect_ms: float, read_ms: float) -> str:
