@@ -30,6 +30,7 @@ class WorkersSeen:
 class WorkerLedger:
     worker_s: float = 0.0
     most: int = 0  # workers at one time
+    longest_gap_s: float = 0.0  # between two looks
     sizes: list[tuple[float, int, int]] = field(default_factory=list)  # when so many began to serve each role
     starts: list[float] = field(default_factory=list)  # seconds from a worker's first look to the first in which it serves
     _last: tuple[float, int] | None = None  # when, and how many
@@ -39,7 +40,9 @@ class WorkerLedger:
     def note(self, look: WorkersSeen) -> None:
         """Between two looks there are as many as at the first of them."""
         if self._last is not None:
-            self.worker_s += (look.at - self._last[0]) * self._last[1]
+            gap = look.at - self._last[0]
+            self.worker_s += gap * self._last[1]
+            self.longest_gap_s = max(self.longest_gap_s, gap)
         self._draining |= {record.pid for record in look.records if record.state == "draining"}
         self._draining &= set(look.processes)
         stay = [pool for pid, pool in look.processes.items() if pid not in self._draining]

@@ -31,7 +31,7 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from baton.cluster.config_planner import PlannerConfig
 from baton.cluster.config_router import RouterConfig, SloConfig
 from baton.cluster.connect import connect_registry
 from baton.cluster.records import ROLES, Pools, RoleName
-from baton.cluster.registry import Registry
+from baton.cluster.registry import Registry, RegistryUnavailable
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.toy import naive
 from baton.launch import state
@@ -108,6 +108,7 @@ class DayRun:
     wrong: int
     worker_hours: float
     most: int
+    longest_gap_s: float  # between two looks at the workers
     sizes: list[tuple[float, int, int]]
     starts_s: list[float]
     changes: dict[str, int]  # of the planner, by kind, and those that were undone
@@ -237,17 +238,19 @@ class RealArm:
     async def _look(self, registry: Registry, supervisor: int) -> None:
         began = loop_time()
         while True:
-            found = await look(registry, supervisor, loop_time() - began)
-            if found is not None:
-                self.ledger.note(found)
+            with suppress(RegistryUnavailable):  # until the next look, there are as many as at the last one
+                found = await look(registry, supervisor, loop_time() - began)
+                if found is not None:
+                    self.ledger.note(found)
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _scale(self, registry: Registry) -> None:
         rule = Autoscaler(TARGET, PLANNER)
         while True:
-            members = await registry.members()
-            want = rule.wants({role: [one.load for one in members if serves(one, role)] for role in ROLES}, loop_time())
-            await registry.desire(Pools(want.prefill, want.decode))
+            with suppress(RegistryUnavailable):
+                members = await registry.members()
+                want = rule.wants({role: [one.load for one in members if serves(one, role)] for role in ROLES}, loop_time())
+                await registry.desire(Pools(want.prefill, want.decode))
             await asyncio.sleep(HPA_EVERY_S)
 
     def _told(self, sent: Sequence[Sent], answers: Sequence[Streamed], notes: list[dict[str, Any]]) -> DayRun:
@@ -257,7 +260,7 @@ class RealArm:
         ledger = self.ledger
         return DayRun(
             self.name, len(sent), sum(one.met(self.slo) for one in served), refused, len(sent) - len(served) - refused, wrong,
-            ledger.worker_s / 3600, ledger.most, ledger.sizes, ledger.starts, changes_of(notes), notes,
+            ledger.worker_s / 3600, ledger.most, ledger.longest_gap_s, ledger.sizes, ledger.starts, changes_of(notes), notes,
         )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def test_a_worker_costs_from_the_wish_until_its_process_is_gone() -> None:
         looked(30.0, (1, 1), pair, *there),
     ):
         ledger.note(look)
-    assert ledger.worker_s == 2 * 30 + 15 and ledger.most == 3
+    assert ledger.worker_s == 2 * 30 + 15 and ledger.most == 3 and ledger.longest_gap_s == 10
     assert ledger.starts == [3.0], "those that are there at the first look were started before"
     assert ledger.sizes == [(0.0, 1, 1), (14.0, 1, 2), (20.0, 1, 1)]
 
