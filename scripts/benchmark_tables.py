@@ -12,6 +12,7 @@ from typing import Any
 from benchmark_aims import other_aims, peers_aims
 from benchmark_handoff import handoff, handoff_kv
 from benchmark_observability import explaining, observability, observability_live, recorder
+from benchmark_overload import overload
 from benchmark_planner import flips, forecast, planner, planner_real
 from benchmark_predictions import gpu_predicted, gpu_predictions, predicted, predictions
 from benchmark_results import RESULTS, load, markdown, measured, middle, number, source, spread
@@ -48,37 +49,6 @@ def _peers(results: str, model: str, size: str) -> str:
 
     table = [[name, *(shown(rows[arm][cell]) for cell in cells)] for arm, name in ARMS.items()]
     return markdown([f"{size}: tokens/s (÷ best peer)", *(cell.replace("decode b", "batch ") for cell in cells)], table)
-
-
-def overload(results: str, model: str) -> str:
-    found = load(results)[model]
-    arms = found["arms"]
-    judged = [arm for arm in ("codel", "degrade") if arm in arms]
-    weighed = [arm for arm in ("queue", "codel") if arm in arms and arms[arm]["1"][0]["rss_mib"]]  # nothing, if it is simulated
-    table = []
-    for times in ("1", "2", "5", "10"):
-        runs = {arm: arms[arm][times] for arm in arms}
-        good = {arm: [run["goodput"] for run in each] for arm, each in runs.items()}
-        table.append(
-            [
-                f"{times}x",
-                number(median(run["offered"] for run in runs["codel"])),
-                *(spread(good[arm]) for arm in arms),
-                *(f"{median(good[arm]) / found['peak']:.0%}" for arm in judged),
-                *(_refused(runs[arm]) for arm in arms if arm != "queue"),
-                *(f"{median(run['rss_mib'] for run in runs[arm]):.0f} MiB" for arm in weighed),
-            ]
-        )
-    after = [f"refused after, ms, P50 / P99: `{arm}`" for arm in arms if arm != "queue"]
-    memory = [f"router's memory: `{arm}`" if arm == weighed[0] else f"`{arm}`" for arm in weighed]
-    shares = [f"`{arm}` of the peak" for arm in judged]
-    title = f"1x = {found['rate']:.1f}/s, peak {found['peak']:.1f}/s"
-    return markdown([title, "offered", *(f"good: `{arm}`" for arm in arms), *shares, *after, *memory], table)
-
-
-def _refused(runs: Iterable[dict[str, float]]) -> str:
-    refusing = [run for run in runs if run["refused"]]
-    return " / ".join(number(median(run[f"refusal_{at}_ms"] for run in refusing)) for at in ("p50", "p99")) if refusing else ""
 
 
 def silence() -> str:
@@ -422,6 +392,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "explaining": ("explaining", explaining),
     "big_turns": ("big_prompts", big_turns),
     "planner-shift": ("planner", lambda: planner("shift")),
+    "planner-swing": ("planner", lambda: planner("swing")),
     "planner-day": ("planner", lambda: planner("day")),
     "planner-real": ("planner_real", planner_real),
     "prefill_profile": ("prefill_profile", lambda: prefill_profile("prefill_profile")),
