@@ -35,8 +35,9 @@ from baton.plan.hardware import DEVICES, MEASURED
 from baton.plan.pools import WorkerKind, sized
 from baton.plan.shape import shape_of
 from baton.plan.sheet import profile_of as of_sheet
+from baton.predict.asker import Processes
 from baton.predict.fitted import profile_of
-from baton.predict.measure import Amount, Processes, measure_one
+from baton.predict.measure import Amount, measure_one
 from baton.predict.predict import DRAWS, FIGURES, Offer, predict
 from baton.predict.setting import setting_of
 from baton.profile.file import Profile

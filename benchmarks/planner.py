@@ -53,6 +53,7 @@ from planner_loads import (
     TIMEOUT_S,
     WORKERS_OF_RATES,
     Offered,
+    PerHour,
     Sent,
     objectives,
     poisson,
@@ -99,7 +100,7 @@ def serves(record: WorkerRecord, role: RoleName) -> bool:
 
 
 @dataclass(slots=True)
-class Result:
+class Result(PerHour):
     workload: str
     arm: str
     offered: int
@@ -112,15 +113,6 @@ class Result:
     good: set[int]  # numbers of the requests that met every objective
     notes: list[dict[str, Any]]  # of the planner
     schedule: list[str]  # of the oracle
-
-    @property
-    def attainment(self) -> float:
-        return self.met / self.offered
-
-    @property
-    def rate(self) -> float:
-        """Requests that met all objectives, per hour of a worker."""
-        return self.met / self.worker_hours
 
     @property
     def rank(self) -> tuple[bool, float]:

@@ -34,6 +34,24 @@ WORKERS_OF_RATES = 6
 MOONCAKE_MOST = 32_000, 600  # tokens of a prompt and of an output
 
 
+class PerHour:
+    """What counts of an arm: `met` of the `offered` requests met all objectives, in so many `worker_hours`."""
+
+    __slots__ = ()
+    offered: int
+    met: int
+    worker_hours: float
+
+    @property
+    def attainment(self) -> float:
+        return self.met / self.offered
+
+    @property
+    def rate(self) -> float:
+        """Requests that met all objectives, per hour of a worker."""
+        return self.met / self.worker_hours
+
+
 @dataclass(frozen=True, slots=True)
 class Sent:
     at: float

@@ -41,7 +41,7 @@ from planner import ENOUGH, rank, serves, why
 from planner_day import HOURS, SEED, TIMEOUT_S, Foreseen, day, foresee, prompt_of
 from planner_hpa import Autoscaler
 from planner_ledger import WorkerLedger, look
-from planner_loads import Sent, objectives
+from planner_loads import PerHour, Sent, objectives
 
 from baton.client import AsyncClient, GenerateError
 from baton.clock import loop_time
@@ -97,7 +97,7 @@ class Streamed:
 
 
 @dataclass(slots=True)
-class DayRun:
+class DayRun(PerHour):
     """One arm. `wrong`: streams with a token that the toy does not say there."""
 
     arm: str
@@ -113,15 +113,6 @@ class DayRun:
     starts_s: list[float]
     changes: dict[str, int]  # of the planner, by kind, and those that were undone
     notes: list[dict[str, Any]]
-
-    @property
-    def attainment(self) -> float:
-        return self.met / self.offered
-
-    @property
-    def rate(self) -> float:
-        """Requests that met all objectives, per hour of a worker."""
-        return self.met / self.worker_hours
 
     def __str__(self) -> str:
         return (

@@ -286,7 +286,7 @@ def written(options: argparse.Namespace, told: Mapping[str, Any], cases: Sequenc
     options.json.write_text(json.dumps({**told, **verdict, "cases": rows}, indent=1))
 
 
-async def measure_all(options: argparse.Namespace, models: Mapping[str, Path]) -> list[MeasuredCase]:
+async def measure_all(options: argparse.Namespace, models: Mapping[str, Path]) -> None:
     """What has been measured is in the file after each case."""
     cases = [case for case in CASES if not options.cases or case.name[0] in options.cases][: 4 if options.quick else None]
     profiles = {}
@@ -305,7 +305,6 @@ async def measure_all(options: argparse.Namespace, models: Mapping[str, Path]) -
                 figures = ", ".join(f"{figure} {one.mean(figure) or 0:.3g}" for figure in JUDGED)
                 print(f"  round {number + 1}, {name} {one.case.name}, {one.rate:g}/s: {figures} {one.void}", flush=True)
                 written(options, told, [*found.values()], [])
-    return [*found.values()]
 
 
 def _told(profile: Profile) -> dict[str, Any]:
@@ -332,8 +331,9 @@ def main() -> None:
             asyncio.run(measure_all(options, models))
         told = json.loads(options.json.read_text())
         cases, outcomes = [from_json(case) for case in told["cases"]], list[Outcome]()
+        profiles = {name: Profile.load_file(options.profiles / f"{name}.yaml") for name in {case.model for case in cases}}
         for case in cases:
-            outcomes.append(predicted(case, models[case.model], Profile.load_file(options.profiles / f"{case.model}.yaml")))
+            outcomes.append(predicted(case, models[case.model], profiles[case.model]))
             show(outcomes[-1])
         written(options, {key: told[key] for key in ("machine", "seconds", "profiles")}, cases, outcomes)
     report(judge(outcomes))

@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from baton.access.access import Access
 from baton.access.options import ClientIdentity
@@ -39,14 +39,6 @@ ENDING = ((signal.SIGTERM, 10.0), (signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0))
 KEPT_VARIABLES = ("BATON_STATE_DIR", "BATON_KERNEL_CACHE")  # of those that begin with BATON_
 MOST_TOLD = 600  # characters of what a process said before it ended
 Say = Callable[[str], None]
-
-
-class Ownlike(Protocol):
-    """`OwnClusters`."""
-
-    def room(self) -> MachineRoom: ...
-
-    def take(self, settings: Settings, longest: int) -> "OwnCluster": ...
 
 
 class OwnClusters:

@@ -10,7 +10,7 @@ from statistics import median
 
 from baton.predict.crowding import crowding_of
 from baton.predict.measure import LEAST_S, STEP, Amount, Measurements, Rows
-from baton.predict.measure_guesses import with_guesses
+from baton.predict.measure_guesses import guess_models
 from baton.predict.measure_tiers import kv_token_bytes, tier_models
 from baton.profile.file import Profile
 from baton.profile.fit import fit
@@ -41,7 +41,7 @@ def profile_of(found: Measurements, model: str, engine: Mapping[str, object], am
     if found.prompts:
         models["sharing"] = _sharing(found, whole.values["path"], sum(costs[name].values["token"] for name in costs))
     if found.guesses is not None:
-        models = with_guesses(models, found.guesses)
+        models = guess_models(models, found.guesses)
     region = {
         "prompt tokens": (1.0, float(amount.prompts[-1])),
         "output tokens": (1.0, 160.0),

@@ -16,36 +16,28 @@ after another one, caches hold what it needs, and a small model's first token to
 """
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import mean, median
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import grpc
-
-from baton.client import AsyncClient, Result, Token
+from baton.client import AsyncClient
+from baton.predict.asker import PAUSE_S, Asker, Heard, Processes
 from baton.predict.crowding import LOAD_OUTPUT, LOAD_PROMPT, LoadedRun, loaded
 from baton.predict.measure_guesses import GUESSES, GuessAmount, HeardGuesses, known_of, measure_guesses, without_guesses
 from baton.predict.measure_tiers import HeardTier, measure_tiers, without_tiers
 from baton.profile.models import Work, works_of_prompt
-from baton.v1 import worker_pb2, worker_pb2_grpc
 from loadtest.cluster import RunningCluster
 
 ARRANGEMENTS = ("colocated", "split", "pair", "guesses", "tiers")
 LOADED = ("split", "pair")
 Rows = list[tuple[Mapping[str, float], float]]
 STEP = ("path", "step", "tokens", "pairs", "decodes", "context", "mixed")
-FIRST_ID, VOCAB = 10, 256
-TIMEOUT_S = 60.0
 LEAST_S = 1e-5  # of a difference that is fitted
 LEAST_PROMPT, PACED = 16, 160  # tokens of a prompt that takes no time, and of an answer that takes much
 ROUNDS = 4  # at most, for each that counts
-PAUSE_S = 0.1
-LOG_LINES = 1000
 T = TypeVar("T")
 
 
@@ -67,104 +59,6 @@ class Amount:
 
 QUICK = Amount((64, 256, 768), (0.0, 0.5), (1, 4, 8), (32, 512), (4,), 24, 2, 20, 20, GuessAmount(answers=8))
 Note = Callable[[str], None]
-
-
-@dataclass(slots=True)
-class Heard:
-    """One answer: seconds from its request to each token."""
-
-    times: list[float]
-    tokens: list[Token]
-    result: Result
-
-
-@dataclass(slots=True)
-class Asker:
-    """Sends prompts that no other has sent, unless told so."""
-
-    client: AsyncClient
-    rng: random.Random = field(default_factory=lambda: random.Random(1))
-
-    def prompt(self, tokens: int) -> list[int]:
-        return [self.rng.randrange(FIRST_ID, VOCAB) for _ in range(tokens)]
-
-    async def ask(self, prompt: Sequence[int], tokens: int, on_first: Callable[[], None] = lambda: None, **how: Any) -> Heard:
-        """`how`: further arguments of the client."""
-        began, times, told = time.perf_counter(), list[float](), list[Token]()
-        options: dict[str, Any] = {"token_ids": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, **how}
-        async with self.client.generate(timeout_s=TIMEOUT_S, **options) as stream:
-            async for token in stream:
-                times.append(time.perf_counter() - began)
-                told.append(token)
-                if len(times) == 1:
-                    on_first()
-            return Heard(times, told, stream.result)
-
-    async def ask_alone(self, prompt: Sequence[int], tokens: int) -> Heard:
-        """Asks after a pause."""
-        await asyncio.sleep(PAUSE_S)
-        return await self.ask(prompt, tokens)
-
-
-@dataclass(slots=True)
-class Processes:
-    """The processes of a cluster, and what its workers told."""
-
-    router: int
-    workers: list[tuple[str, int]]  # pool and process
-    facts: dict[str, int]
-    gpus: bool = False
-    log: str = ""  # of the first worker
-    admin: str = ""  # where the router is asked: its admin address, and that for requests
-    door: str = ""
-
-    @classmethod
-    def of(cls, admin: str) -> "Processes":
-        with grpc.insecure_channel(admin, [("grpc.enable_http_proxy", 0)]) as channel:
-            stub = worker_pb2_grpc.AdminStub(channel)
-            told = stub.Status(worker_pb2.StatusRequest(), timeout=10)
-            records = [worker.record for worker in told.workers]
-            asked = worker_pb2.AdminLogsRequest(name=records[0].name, lines=LOG_LINES)
-            log = b"".join(page.text for page in stub.Logs(asked, timeout=10))
-        names = ("block_size", "max_model_len", "kv_blocks", "max_num_seqs")
-        return cls(
-            told.router.pid,
-            [(record.pool, record.pid) for record in records],
-            {name: int(getattr(records[0], name)) for name in names},
-            bool(records[0].gpus),
-            log.decode(errors="replace"),
-            admin,
-        )
-
-    def engine(self) -> float:
-        """Processor seconds of the first worker's engine so far."""
-        return _engine(self.workers[0][1])[0]
-
-    def used(self) -> dict[str, float]:
-        """Processor seconds so far. A worker's engine does not count."""
-        used = {"router": sum(_threads(self.router).values()), "client": time.process_time()}
-        for pool, pid in self.workers:
-            engine, every = _engine(pid)
-            used[pool] = used.get(pool, 0.0) + every - engine
-        return used
-
-
-def _engine(pid: int) -> tuple[float, float]:
-    """Processor seconds of a worker's engine, and of the worker. The engine is the thread that has used the most, beside the main one,
-    which has the event loop."""
-    threads = _threads(pid)
-    return max(seconds for thread, seconds in threads.items() if thread != pid), sum(threads.values())
-
-
-def _threads(pid: int) -> dict[int, float]:
-    """Processor seconds of each thread."""
-    found = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            found[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
-        except OSError:
-            continue
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,25 +95,24 @@ async def measure(
         raise ValueError(f"arrangements: {unknown[0]} is none of {', '.join(ARRANGEMENTS)}")
     if "colocated" not in only:
         raise ValueError("arrangements: colocated is missing: it is what tells how long steps take")
-    found, guesses = Measurements(), settings.get("engine.speculation", "none") != "none"
-    arrangements: tuple[tuple[str, int, int, Callable[[Asker, Processes], Awaitable[None]]], ...] = (
-        ("colocated", 0, 1, lambda asker, processes: _colocated(found, asker, processes, amount, chunk)),
-        ("split", 1, 1, lambda asker, processes: _split(found, asker, processes, amount, chunk)),
-        ("pair", 0, 2, lambda asker, processes: _pair(found, asker, amount)),
-        ("guesses", 0, 1, lambda asker, processes: _guesses(found, asker, processes, amount, settings)),
-    )
-    for name, prefill, decode, work in arrangements:
-        if name not in only or (name == "guesses" and not guesses):
-            continue
+    found, plain = Measurements(), without_guesses(settings)
+    usual, guessing = without_tiers(plain), {**without_tiers(settings), "telemetry.log_level": "info"}
+    arrangements: dict[str, tuple[int, int, Mapping[str, str], Callable[[Asker, Processes], Awaitable[None]]]] = {
+        "colocated": (0, 1, usual, lambda asker, processes: _colocated(found, asker, processes, amount, chunk)),
+        "split": (1, 1, usual, lambda asker, processes: _split(found, asker, processes, amount, chunk)),
+        "pair": (0, 2, usual, lambda asker, processes: _pair(found, asker, amount)),
+    }
+    if settings.get("engine.speculation", "none") != "none":
+        arrangements["guesses"] = (0, 1, guessing, lambda asker, processes: _guesses(found, asker, processes, amount, settings))
+    for name in (name for name in arrangements if name in only):
+        prefill, decode, given, work = arrangements[name]
         note(f"{name}: {prefill} prefill and {decode} decode workers")
         sizes = {"prefill.replicas": str(prefill), "decode.replicas": str(decode), "router.bypass_tokens": "0"}
-        given = {**settings, "telemetry.log_level": "info"} if name == "guesses" else without_guesses(settings)
-        async with _running(keys := {**without_tiers(given), **sizes}, found) as (asker, processes):
+        async with _running(keys := {**given, **sizes}, found) as (asker, processes, door):
             await work(asker, processes)
             if name in LOADED:
-                found.loads.append(await _load(asker, keys, processes.door, amount))
+                found.loads.append(await _load(asker, keys, door, amount))
     if "tiers" in only:
-        plain = without_guesses(settings)
         found.tiers = await measure_tiers(plain, found, amount.repeats, note, lambda chosen: _running(chosen, Measurements()))
     return found
 
@@ -230,7 +123,8 @@ async def _load(asker: Asker, keys: Mapping[str, str], door: str, amount: Amount
 
 
 @asynccontextmanager
-async def _running(settings: Mapping[str, str], found: Measurements) -> AsyncIterator[tuple[Asker, Processes]]:
+async def _running(settings: Mapping[str, str], found: Measurements) -> AsyncIterator[tuple[Asker, Processes, str]]:
+    """The last is the address for requests."""
     began = time.perf_counter()
     async with RunningCluster(settings, "profile") as endpoints, AsyncClient(endpoints["grpc"], max_resumes=0) as client:
         asker = Asker(client)
@@ -238,9 +132,8 @@ async def _running(settings: Mapping[str, str], found: Measurements) -> AsyncIte
             await asker.ask(asker.prompt(tokens), 4)
         found.starts.append(time.perf_counter() - began)
         processes = Processes.of(endpoints["admin"])
-        processes.door = endpoints["grpc"]
         found.facts = processes.facts
-        yield asker, processes
+        yield asker, processes, endpoints["grpc"]
 
 
 async def measure_one(endpoints: Mapping[str, str], amount: Amount, chunk: int) -> Measurements:
@@ -278,8 +171,9 @@ async def _guesses(found: Measurements, asker: Asker, processes: Processes, amou
     alone = settings.get("engine.threads") == "1" and not processes.gpus
     clock = processes.engine if alone else time.perf_counter
     method, most = settings["engine.speculation"], int(settings.get("engine.speculation_tokens", 8))
+    known = known_of(processes.log())  # before answers push that out of its last lines
     found.guesses = await measure_guesses(asker, amount.guesses, method, most, clock)
-    found.guesses.known = known_of(processes.log)
+    found.guesses.known = known
 
 
 async def _prompts(rows: Rows, asker: Asker, amount: Amount, chunk: int) -> None:

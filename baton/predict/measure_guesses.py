@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import Any, NamedTuple, Protocol
 
-from baton.client import Result, Token
+from baton.client import Token
+from baton.predict.asker import Heard
 from baton.profile.fit import DRAWS, fit
 from baton.profile.models import KNOWN_ROWS, Fitted
 from baton.simulate.guesses import Guess, looked_up, share_of
@@ -40,19 +41,12 @@ SAID = "how many guesses a step gets follows from: "  # by `baton.engine.specula
 HALVES = (0.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 
-class HeardTokens(Protocol):
-    """An answer."""
-
-    tokens: list[Token]
-    result: Result
-
-
 class Asks(Protocol):
-    """Who sends prompts: `baton.predict.measure.Asker`."""
+    """Who sends prompts: `baton.predict.asker.Asker`."""
 
     def prompt(self, tokens: int) -> list[int]: ...
 
-    async def ask(self, prompt: Sequence[int], tokens: int, **how: Any) -> HeardTokens:
+    async def ask(self, prompt: Sequence[int], tokens: int, **how: Any) -> Heard:
         """`how`: further arguments of the client."""
         ...
 
@@ -214,7 +208,7 @@ def count_steps(steps: Iterable[GuessedStep]) -> GuessCount:
     return count
 
 
-def with_guesses(models: Mapping[str, Fitted], heard: HeardGuesses) -> dict[str, Fitted]:
+def guess_models(models: Mapping[str, Fitted], heard: HeardGuesses) -> dict[str, Fitted]:
     """The models of a profile with what was measured of guesses. Raises ValueError if that was too little."""
     cost = fit(heard.rows, NUMBERS, "")
     step = models["step"]

@@ -15,13 +15,12 @@ from pathlib import Path
 from statistics import median
 from typing import Protocol
 
-import grpc
 import numpy as np
 
-from baton.client import Result
+from baton.predict.asker import Asker, Processes, status
 from baton.profile.fit import DRAWS, least_squares
 from baton.profile.models import NUMBERS, Fitted
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2
 
 MIB = 1 << 20
 LENGTHS = (80, 144, 272, 528)  # tokens of what returns; all but the last 16 of each can be cached
@@ -32,26 +31,6 @@ MOST = 1 << 16  # tokens of a pool that is not ours to choose
 TOLD_S = 2.5  # after it a worker's record says what its tier has done, with the usual redis.heartbeat_s
 SOURCE = "the same prompts from the tier and from the pool; writing as the worker counts it"
 KEYS = {"tier_memory": ("tiers.memory_mib",), "tier_disk": ("tiers.disk", "tiers.disk_mib")}  # by the model
-
-
-class TierAnswer(Protocol):
-    """An answer: seconds from its request to each token."""
-
-    times: list[float]
-    result: Result
-
-
-class TierAsker(Protocol):
-    def prompt(self, tokens: int) -> list[int]: ...
-
-    async def ask(self, prompt: Sequence[int], tokens: int) -> TierAnswer: ...
-
-    async def ask_alone(self, prompt: Sequence[int], tokens: int) -> TierAnswer: ...
-
-
-class TierCluster(Protocol):
-    admin: str
-    facts: dict[str, int]
 
 
 class TierKnown(Protocol):
@@ -84,7 +63,7 @@ def kv_token_bytes(known: TierKnown) -> float:
 
 async def measure_tiers(
     settings: Mapping[str, str], known: TierKnown, rounds: int, note: Callable[[str], None],
-    running: Callable[[Mapping[str, str]], AbstractAsyncContextManager[tuple[TierAsker, TierCluster]]],
+    running: Callable[[Mapping[str, str]], AbstractAsyncContextManager[tuple[Asker, Processes, str]]],
 ) -> dict[str, HeardTier]:  # fmt: skip
     """Each tier that is configured, by its model, but an object store. If it is not known how large KV is, pool and tiers have the sizes
     that `settings` say. Raises ValueError, which names the key, if such a pool is too large to be filled."""
@@ -93,7 +72,7 @@ async def measure_tiers(
         if all(key in settings for key in keys):
             note(f"tiers: 1 decode worker with {keys[0]}")
             with _cluster(settings, keys, size, rounds) as chosen:
-                async with running(chosen) as (asker, served):
+                async with running(chosen) as (asker, served, _):
                     found[model] = await _measure_one(asker, served, rounds, int(chosen[keys[-1]]) * MIB)
     return found
 
@@ -136,7 +115,7 @@ def _cluster(settings: Mapping[str, str], keys: Sequence[str], token_bytes: floa
         yield chosen | {"tiers.disk": folder}
 
 
-async def _measure_one(asker: TierAsker, served: TierCluster, rounds: int, room: float) -> HeardTier:
+async def _measure_one(asker: Asker, served: Processes, rounds: int, room: float) -> HeardTier:
     """`room`: bytes of the tier."""
     block, pool = served.facts["block_size"], served.facts["kv_blocks"] * served.facts["block_size"]
     if pool > MOST:
@@ -156,7 +135,7 @@ async def _measure_one(asker: TierAsker, served: TierCluster, rounds: int, room:
     return HeardTier(block_bytes, loads, write)
 
 
-async def _written(served: TierCluster, room: float) -> tuple[float, float]:
+async def _written(served: Processes, room: float) -> tuple[float, float]:
     """The bytes of a block, and processor seconds of writing a byte, before anything is read."""
     await asyncio.sleep(TOLD_S)
     tier = await asyncio.to_thread(_tier, served.admin)
@@ -165,7 +144,5 @@ async def _written(served: TierCluster, room: float) -> tuple[float, float]:
 
 
 def _tier(admin: str) -> worker_pb2.Tier:
-    with grpc.insecure_channel(admin, [("grpc.enable_http_proxy", 0)]) as channel:
-        told = worker_pb2_grpc.AdminStub(channel).Status(worker_pb2.StatusRequest(), timeout=10)
-    tier: worker_pb2.Tier = told.workers[0].record.tiers[0]
+    tier: worker_pb2.Tier = status(admin).workers[0].record.tiers[0]
     return tier

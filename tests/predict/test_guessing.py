@@ -15,8 +15,8 @@ from baton.engine.core.limits import Limits
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.sequence import Sequence
 from baton.engine.core.speculation import NONE, Speculation
+from baton.predict.asker import Heard
 from baton.predict.guessing import assumed
-from baton.predict.measure import Heard
 from baton.predict.measure_guesses import (
     GuessAmount,
     GuessedStep,
@@ -24,10 +24,10 @@ from baton.predict.measure_guesses import (
     chances_of,
     count_steps,
     count_text,
+    guess_models,
     known_of,
     measure_guesses,
     steps_of,
-    with_guesses,
     without_guesses,
 )
 from baton.predict.predict import Offer, Prediction, doubts, predict, run
@@ -53,7 +53,7 @@ SLO = Slo.parse("ttft=60ms,tpot=10ms")
 
 
 class SimulatedAsker:
-    """A `baton.predict.measure.Asker` of an engine that takes what a profile says, and guesses right as often as its chances say. Those
+    """A `baton.predict.asker.Asker` of an engine that takes what a profile says, and guesses right as often as its chances say. Those
     `n` answers that are asked for together run in one batch."""
 
     def __init__(self, pace: Callable[[Work], float], chances: GuessChances, bound: int = 8) -> None:
@@ -93,7 +93,7 @@ async def test_the_measurement_finds_what_made_it() -> None:
     sure = {"answers": 1.0, "half": 0.0, "first": 0.5, "further": 0.8}
     asker, amount = SimulatedAsker(pace, GuessChances(**sure)), GuessAmount(answers=150)
     heard = await measure_guesses(asker, amount, "draft", 8, lambda: asker.spent)
-    made = with_guesses({"step": Fitted(STEP, draws=(STEP,) * 16)}, heard)
+    made = guess_models({"step": Fitted(STEP, draws=(STEP,) * 16)}, heard)
     assert made["step"].values == pytest.approx({**STEP, **PLANTED}, rel=0.1)
     assert made["guesses"].values == pytest.approx(sure, rel=0.1) and made["guesses"].source.endswith("by draft")
     drawn = sorted(draw["first"] for draw in made["guesses"].draws)
@@ -132,8 +132,8 @@ def test_what_an_engine_decides_by_is_in_its_log() -> None:
     assert found == {**rows, **beside, "draft_1": 0.4, "draft_8": 0.6} and known_of("nothing") == {}
     heard = HeardGuesses(8, "", [count_text([Guess.NONE])], [({"plain": 1.0, "guess": float(i)}, 1.0) for i in range(4)], found)
     plain = {"step": Fitted(STEP, draws=(STEP,) * 16)}
-    made, heard.known = with_guesses(plain, heard), {}
-    assert made["known"].values == found and "known" not in with_guesses(plain, heard)
+    made, heard.known = guess_models(plain, heard), {}
+    assert made["known"].values == found and "known" not in guess_models(plain, heard)
     assert Times.of(replace(PROFILE, models=made)).known == {**dict.fromkeys(NUMBERS["known"], 0.0), **found}
 
 

@@ -159,11 +159,11 @@ def measured(
     monkeypatch.setattr(measuring, "_tier", tier)
 
     @asynccontextmanager
-    async def running(settings: Mapping[str, str]) -> AsyncIterator[tuple[Any, Any]]:
+    async def running(settings: Mapping[str, str]) -> AsyncIterator[tuple[Any, Any, str]]:
         chosen.append(dict(settings))
         if "engine.kv_memory_mib" in settings and known.handoffs:
             assert float(settings["engine.kv_memory_mib"]) * (1 << 20) == pytest.approx(1536 * 4096, rel=1e-3)
-        yield made, made
+        yield made, made, ""
 
     return asyncio.run(measure_tiers(settings, known, 2, lambda line: None, running)), chosen
 
