@@ -440,7 +440,7 @@ TABLES |= {make.__name__: ("stores", make) for make in (stores, reopened)}
 TABLES |= {make.__name__: ("simulate", make) for make in (predictions, predicted)}
 GPU = "gpu_predict-h200"
 TABLES |= {"gpu-predictions": (GPU, lambda: gpu_predictions(GPU)), "gpu-predicted": (GPU, lambda: gpu_predicted(GPU))}
-AWAITED = {GPU, "planner_real"}  # results that a machine which is not always there, or a quiet hour, will bring
+AWAITED = {GPU}  # results that a machine which is not always there will bring
 # Those of docs/benchmarks.md, which are made of many files.
 AIMS: dict[str, Callable[[], str]] = {"peers-aims": peers_aims, "aims": other_aims}
 
