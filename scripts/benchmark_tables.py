@@ -13,7 +13,7 @@ from benchmark_aims import other_aims, peers_aims
 from benchmark_handoff import handoff, handoff_kv
 from benchmark_observability import explaining, observability, observability_live, recorder
 from benchmark_overload import overload
-from benchmark_planner import flips, forecast, planner, planner_real
+from benchmark_planner import flips, forecast, planner, planner_loads, planner_real
 from benchmark_predictions import gpu_predicted, gpu_predictions, predicted, predictions
 from benchmark_results import RESULTS, load, markdown, measured, middle, number, source, spread
 from benchmark_tiers import tiers
@@ -395,6 +395,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "planner-swing": ("planner", lambda: planner("swing")),
     "planner-day": ("planner", lambda: planner("day")),
     "planner-real": ("planner_real", planner_real),
+    "planner-loads": ("planner_loads", planner_loads),
     "prefill_profile": ("prefill_profile", lambda: prefill_profile("prefill_profile")),
     "prefill_profile-amx": ("prefill_profile-amx", lambda: prefill_profile("prefill_profile-amx")),
 }

@@ -45,7 +45,8 @@ class PlannerConfig(Section):
         default=300.0,
         ge=0,
         le=86400,
-        description="How long a worker must not have been needed before it goes, and how long a flip is not taken back, seconds.",
+        description="How long a worker must not have been needed before it goes (up to four times that if the last ones were missed), and "
+        "how long a flip is not taken back, seconds.",
     )
     start_timeout_s: float = Field(
         default=600.0,

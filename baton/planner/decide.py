@@ -20,11 +20,14 @@ from baton.planner.capacity import Effect, Model, PoolSizes
 from baton.planner.change import Action, Change, ChangeState, Flip, Resize, Seen, Worker, sized
 from baton.planner.demand import Demand
 from baton.planner.learning import under_pressure
-from baton.planner.memory import NONE, Alternative, Decision, Memory, Need, PlannerRules, Refusal, kind_of
+from baton.planner.memory import NONE, Alternative, Decision, Memory, Need, PlannerRules, Refusal, RoleHold, kind_of
 
 AGAIN_S = 600.0  # before a worker is asked again that did not change its role when it should have
 GAIN = 0.05  # of the attainment, at least, that a flip within a spent budget must bring
 BACK_OFF, BACK_OFF_MOST_S = 2.0, 3600.0
+BAD = 0.5  # attainment of sizes that must be left, whatever was changed last
+REGRETTED = 4.0  # times the hold: workers that went so shortly before are missed
+MOST_PATIENT = 4.0  # times `hold_s`
 NEVER = -1e8  # `Seen.at` before the first figures
 WRITTEN_S = 15.0  # by then, sizes that were asked for are the wanted ones
 OTHER: dict[RoleName, RoleName] = {"prefill": "decode", "decode": "prefill"}
@@ -109,7 +112,23 @@ def begin(memory: Memory, decision: Decision, rules: PlannerRules, now: float) -
     number = memory.changes + 1
     change = Change(number, action, decision.after, now + timeout, now)
     flipped = (now, action.to) if isinstance(action, Flip) else memory.flipped
-    return replace(memory, change=change, changes=number, flipped=flipped)
+    memory = replace(memory, change=change, changes=number, flipped=flipped)
+    return _regret(memory, action, decision.now, rules, now) if isinstance(action, Resize) else memory
+
+
+def _regret(memory: Memory, action: Resize, effect: Effect | None, rules: PlannerRules, now: float) -> Memory:
+    """Load that comes and goes finds too few workers again and again. If those that went lately are badly missed, the next ones stay twice
+    as long, and half as long again once some have gone in time. `effect`: of the sizes so far."""
+    holds = dict(memory.holds)
+    for role in ROLES:
+        more, known = getattr(action.pools, role) - getattr(action.before, role), holds.get(role, RoleHold())
+        lately = known.shrunk is not None and now - known.shrunk <= REGRETTED * memory.hold_s(role, rules)
+        if more > 0 and lately and effect is not None and effect.attainment < BAD:
+            holds[role] = RoleHold(min(MOST_PATIENT, 2 * known.times))
+        elif more < 0:
+            in_time = known.shrunk is not None and not lately
+            holds[role] = RoleHold(max(1.0, known.times / 2) if in_time else known.times, now)
+    return replace(memory, holds=holds)
 
 
 def note(memory: Memory, event: str, now: float, why: str = "") -> Memory:
@@ -161,8 +180,9 @@ def spares_of(need: PoolSizes, rules: PlannerRules) -> int:
 def _note_need(memory: Memory, model: Model, demand: Demand, rules: PlannerRules, now: float) -> Memory:
     pressed = under_pressure(demand, memory)
     need, margin = needed(model, pressed, rules), needed(model, pressed.times(1 + rules.margin), rules)
-    old = [each for each in memory.needs if now - each.at > rules.hold_s]
-    kept = [each for each in memory.needs if now - each.at <= rules.hold_s]
+    longest_s = max(memory.hold_s(role, rules) for role in ROLES)
+    old = [each for each in memory.needs if now - each.at > longest_s]
+    kept = [each for each in memory.needs if now - each.at <= longest_s]
     return replace(memory, needs=(*old[-1:], *kept, Need(now, need, margin)))
 
 
@@ -230,9 +250,10 @@ def _candidates(
         found.append((f"the load needs {need}, and so many spares fit into the budget", grown))
     if all(forbidden(action, seen, rules, now) for _, action in found):  # or nothing is short: else a spent budget would hold for ever
         for role in ROLES:
-            spare = _surplus(memory, role, getattr(sizes, role), rules.hold_s, now, 0 if needy else rules.spares)
+            hold_s = memory.hold_s(role, rules)
+            spare = _surplus(memory, role, getattr(sizes, role), hold_s, now, 0 if needy else rules.spares)
             if spare:
-                why = f"{spare} of {getattr(sizes, role)} {role} workers were not needed for {rules.hold_s:.0f} s"
+                why = f"{spare} of {getattr(sizes, role)} {role} workers were not needed for {hold_s:.0f} s"
                 found += [(why, action) for action in _shrinks(seen, role, spare, memory, rules, now)]
     return found
 
@@ -320,7 +341,7 @@ def waits(action: Action, effect: Effect, memory: Memory, rules: PlannerRules, n
         return Refusal.of("cooldown", f"the last change ended {now - memory.ended:.0f} s ago")
     if isinstance(action, Flip) and memory.flipped is not None:
         at, to = memory.flipped
-        if action.to != to and now - at < rules.hold_s and effect.attainment >= 0.5:
+        if action.to != to and now - at < rules.hold_s and effect.attainment >= BAD:
             return Refusal.of("hold", f"a worker was flipped to {to} {now - at:.0f} s ago")
     return NONE
 

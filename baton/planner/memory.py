@@ -1,5 +1,6 @@
 """What the planner decides by, what it remembers, and what it decides."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.cluster.records import Pools, RoleName
@@ -60,6 +61,15 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleHold:
+    """How many times `hold_s` workers of a role must not have been needed before they go. `shrunk`: when some went last; None: none did, or
+    they were missed."""
+
+    times: float = 1.0
+    shrunk: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Trial:
     """A pressure that was raised, to see whether more workers help. `sizes`, `pressure`, `missed`: those that served, what it was, and the
     share of requests that missed an objective, before."""
@@ -75,7 +85,8 @@ class Memory:
     """What was decided before. `pressure`: by how much each role needs more than the model says, from misses that it did not foresee.
     `reach`: the share of requests that can meet the objectives, whatever the sizes; `misses`: shares that missed one, of the last intervals
     with too many.
-    `blocked`: pools that could not grow and workers that did not flip: until when, and the wait after that."""
+    `blocked`: pools that could not grow and workers that did not flip: until when, and the wait after that. `holds`: of roles whose workers
+    have gone."""
 
     change: Change | None = None
     changes: int = 0
@@ -90,6 +101,11 @@ class Memory:
     misses: tuple[float, ...] = ()
     learned: int = -1  # the last interval that was
     awaited: tuple[Pools, float] | None = None  # the sizes that are wanted, and since when
+    holds: Mapping[RoleName, RoleHold] = field(default_factory=dict)
+
+    def hold_s(self, role: RoleName, rules: PlannerRules) -> float:
+        """How long workers of a role must not have been needed before they go."""
+        return rules.hold_s * self.holds.get(role, RoleHold()).times
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from typing import Any, Self
 
 import yaml
 
-from baton.profile.models import CHANCES, NUMBERS, OF_GUESSES, OF_TIERS, Fitted, Form
+from baton.profile.models import CHANCES, NUMBERS, OF_GUESSES, OF_LOADS, OF_TIERS, Fitted, Form
 
 VERSION = 1
 DIGITS = 6  # significant
@@ -63,8 +63,14 @@ class Profile:
         return dict.fromkeys(NUMBERS[model], 0.0) | dict(found.values if found else {})
 
     def drawn(self, rng: random.Random) -> Self:
-        """Each model with one of its draws, times a factor as wide as its error."""
-        return replace(self, models={name: _drawn(fitted, rng) for name, fitted in self.models.items()})
+        """Each model with one of its draws, times a factor as wide as its error. The error of `crowding` is that of the times of loads, so
+        its factor is for all that a load takes."""
+        models = {name: _drawn(fitted, rng) for name, fitted in self.models.items() if name != "crowding"}
+        if (crowding := self.models.get("crowding")) is not None:
+            models["crowding"] = _drawn(replace(crowding, error=0.0), rng)
+            factor = _factor(crowding.error, rng)
+            models |= {name: _times(models[name], factor) for name in OF_LOADS if name in models}
+        return replace(self, models=models)
 
     def outside(self, asked: Mapping[str, float]) -> list[str]:
         """What of a question lies beyond what was measured, in words; a name that the region does not have is not judged."""
@@ -124,8 +130,15 @@ class Profile:
 
 def _drawn(fitted: Fitted, rng: random.Random) -> Fitted:
     values = rng.choice(fitted.draws) if fitted.draws else fitted.values
-    factor = math.exp(rng.gauss(0.0, min(fitted.error, WORST)))
-    return replace(fitted, values={name: value * factor for name, value in values.items()})
+    return _times(replace(fitted, values=values), _factor(fitted.error, rng))
+
+
+def _factor(error: float, rng: random.Random) -> float:
+    return math.exp(rng.gauss(0.0, min(error, WORST)))
+
+
+def _times(fitted: Fitted, factor: float) -> Fitted:
+    return replace(fitted, values={name: value * factor for name, value in fitted.values.items()})
 
 
 def _written(fitted: Fitted) -> dict[str, Any]:

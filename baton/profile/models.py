@@ -17,7 +17,8 @@
               decode, while both decode; prompt_beside, with a prompt while the other decodes; decode_beside, with a decode meanwhile. One
               that is 0 is as pair
     crowding  how fast a step goes on one of two busy cores while the other does anything but a step: prompt, decode. The threads of a
-              cluster wake each other for each message, often on the core where a step is computed, though the other is free
+              cluster wake each other for each message, often on the core where a step is computed, though the other is free. Its
+              error is that of the times of whole loads
     tier_…    memory, or disk, for KV that has left a worker's pool (`baton.simulate.tiers.TierPace`): a load takes base + byte * bytes;
               write: processor time of writing a byte
 
@@ -55,6 +56,7 @@ NUMBERS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 OF_GUESSES = ("guesses", "known")  # nothing that takes time follows from them
 CHANCES = ("answers", "first", "further")
+OF_LOADS = ("step", "handoff", "router", "worker", "client", "path")  # the times of a load are made of theirs
 OF_TIERS = ("tier_memory", "tier_disk")  # measured only where there are such tiers
 
 

@@ -143,6 +143,26 @@ def test_noise_swings_nothing(noise: float, seed: int, rate: float, demand: Dema
     assert len(late) <= 1, late
 
 
+def test_workers_that_were_missed_stay_longer_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two minutes of load, and as much with little. When such waves are over, workers go as soon as they used to."""
+
+    def world() -> World:
+        load = steps(heavy("prefill", 20.0), replace(CHAT, rate=1.0), every_s=120.0)
+        return World(planner(replace(RULES, flips=False)), load, Pools(1, 1), start_s=20.0).run(1800)
+
+    def late(world: World) -> int:
+        return sum(at > 600 for at, _ in world.actions)
+
+    kept = world()
+    assert not late(kept) and kept.sizes[-1].prefill == 6 and not kept.broken
+    assert kept.planner.memory.hold_s("prefill", RULES) == 2 * RULES.hold_s
+    kept.demand = steps(heavy("prefill", 20.0), replace(CHAT, rate=1.0), every_s=1500.0)
+    kept.run(6000)
+    assert late(kept) and kept.planner.memory.hold_s("prefill", RULES) == RULES.hold_s and not kept.broken
+    monkeypatch.setattr(deciding, "_regret", lambda memory, *args: memory)  # negative control: they go and come with each wave
+    assert late(world()) >= 10
+
+
 def test_a_spare_serves_while_others_start() -> None:
     """The load doubles, and a worker takes 50 s to start."""
 

@@ -104,6 +104,19 @@ def test_draws_differ_as_much_as_the_errors_say() -> None:
     assert {each.values("start")["base"] for each in drawn} == {2.0}
 
 
+def test_the_error_of_loads_is_of_all_their_times_together() -> None:
+    crowding = Fitted({"prompt": 0.5, "decode": 0.5}, error=0.1)
+    models = {"step": Fitted({"step": 1.0}), "path": Fitted({"request": 2.0}), "start": Fitted({"base": 2.0}), "crowding": crowding}
+    rng = random.Random(3)
+    drawn = [Profile("measured", "", "m", {}, 1.0, "sum", models).drawn(rng) for _ in range(400)]
+    steps = sorted(each.values("step")["step"] for each in drawn)
+    assert 0.8 < steps[20] < 0.9 and 1.1 < steps[-20] < 1.25
+    assert all(each.values("path")["request"] == 2 * each.values("step")["step"] for each in drawn)
+    assert {(each.values("start")["base"], each.values("crowding")["prompt"]) for each in drawn} == {(2.0, 0.5)}
+    without = Profile("measured", "", "m", {}, 1.0, "sum", {name: each for name, each in models.items() if each is not crowding})
+    assert without.drawn(rng).values("step")["step"] == 1.0, "negative control: no load was measured"
+
+
 def test_what_lies_outside_the_measured_region_is_named() -> None:
     profile = Profile("measured", "", "m", {}, 1.0, "sum", {"step": Fitted({"step": 1.0})}, {"prompt": (16.0, 1024.0)})
     assert profile.outside({"prompt": 512, "colour": 7}) == []
