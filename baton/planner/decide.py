@@ -113,19 +113,20 @@ def begin(memory: Memory, decision: Decision, rules: PlannerRules, now: float) -
     change = Change(number, action, decision.after, now + timeout, now)
     flipped = (now, action.to) if isinstance(action, Flip) else memory.flipped
     memory = replace(memory, change=change, changes=number, flipped=flipped)
-    return _regret(memory, action, decision.now, rules, now) if isinstance(action, Resize) else memory
+    return _regret(memory, action, decision, rules, now) if isinstance(action, Resize) else memory
 
 
-def _regret(memory: Memory, action: Resize, effect: Effect | None, rules: PlannerRules, now: float) -> Memory:
+def _regret(memory: Memory, action: Resize, decision: Decision, rules: PlannerRules, now: float) -> Memory:
     """Load that comes and goes finds too few workers again and again. If those that went lately are badly missed, the next ones stay twice
-    as long, and half as long again once some have gone in time. `effect`: of the sizes so far."""
-    holds = dict(memory.holds)
+    as long, and half as long again once some have gone in time. What a role gave to the other one, of a spent budget, does not count."""
+    holds, effect, need = dict(memory.holds), decision.now, decision.need
+    given = need is not None and any(getattr(need, role) > getattr(decision.sizes, role) for role in ROLES)
     for role in ROLES:
         more, known = getattr(action.pools, role) - getattr(action.before, role), holds.get(role, RoleHold())
         lately = known.shrunk is not None and now - known.shrunk <= REGRETTED * memory.hold_s(role, rules)
         if more > 0 and lately and effect is not None and effect.attainment < BAD:
             holds[role] = RoleHold(min(MOST_PATIENT, 2 * known.times))
-        elif more < 0:
+        elif more < 0 and not given:
             in_time = known.shrunk is not None and not lately
             holds[role] = RoleHold(max(1.0, known.times / 2) if in_time else known.times, now)
     return replace(memory, holds=holds)
@@ -250,7 +251,7 @@ def _candidates(
         found.append((f"the load needs {need}, and so many spares fit into the budget", grown))
     if all(forbidden(action, seen, rules, now) for _, action in found):  # or nothing is short: else a spent budget would hold for ever
         for role in ROLES:
-            hold_s = memory.hold_s(role, rules)
+            hold_s = rules.hold_s if needy else memory.hold_s(role, rules)
             spare = _surplus(memory, role, getattr(sizes, role), hold_s, now, 0 if needy else rules.spares)
             if spare:
                 why = f"{spare} of {getattr(sizes, role)} {role} workers were not needed for {hold_s:.0f} s"

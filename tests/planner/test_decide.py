@@ -80,11 +80,13 @@ def test_a_cluster_that_nobody_asks_goes_to_its_floor(world: World) -> None:
 def test_a_spent_budget_goes_to_the_role_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody may flip: what one role needs no more must go before the other can grow."""
 
-    def world() -> World:
+    def world(seconds: float = 590) -> World:
         load = steps(heavy("prefill", 30.0), heavy("decode", 20.0), every_s=300.0)
-        return World(planner(replace(RULES, flips=False)), load, Pools(2, 2)).run(590)
+        return World(planner(replace(RULES, flips=False)), load, Pools(2, 2)).run(seconds)
 
     assert world().sizes[-1].decode >= 4 and not world().broken
+    longer = world(2990)
+    assert longer.sizes[-1].decode >= 4 and not longer.planner.memory.holds, "giving is not regretted"
     monkeypatch.setattr(deciding, "_surplus", lambda *args: 0)  # negative control: nobody ever goes
     assert world().sizes[-1].decode == 2
 
