@@ -118,13 +118,14 @@ def begin(memory: Memory, decision: Decision, rules: PlannerRules, now: float) -
 
 def _regret(memory: Memory, action: Resize, decision: Decision, rules: PlannerRules, now: float) -> Memory:
     """Load that comes and goes finds too few workers again and again. If those that went lately are badly missed, the next ones stay twice
-    as long, and half as long again once some have gone in time. What a role gave to the other one, of a spent budget, does not count."""
+    as long, and that time halves once some have gone in time. What a role gave to the other one, of a spent budget, does not count."""
     holds, effect, need = dict(memory.holds), decision.now, decision.need
-    given = need is not None and any(getattr(need, role) > getattr(decision.sizes, role) for role in ROLES)
+    assert effect is not None and need is not None, "nothing was decided"
+    given = any(getattr(need, role) > getattr(decision.sizes, role) for role in ROLES)
     for role in ROLES:
         more, known = getattr(action.pools, role) - getattr(action.before, role), holds.get(role, RoleHold())
         lately = known.shrunk is not None and now - known.shrunk <= REGRETTED * memory.hold_s(role, rules)
-        if more > 0 and lately and effect is not None and effect.attainment < BAD:
+        if more > 0 and lately and effect.attainment < BAD:
             holds[role] = RoleHold(min(MOST_PATIENT, 2 * known.times))
         elif more < 0 and not given:
             in_time = known.shrunk is not None and not lately
